@@ -1,0 +1,1 @@
+"""Kernels that compute one part of an attention: output and log-sum-exp."""

@@ -1,0 +1,1 @@
+"""The rows of a step that one rank computes."""

@@ -1,0 +1,1 @@
+"""Documents from pre-training and chat data sets."""

@@ -1,0 +1,41 @@
+"""Pre-training documents from Megatron's own indexed data sets.
+
+Megatron's GPTDataset cuts the concatenated documents of an epoch into samples of a fixed length.
+Its own `__getitem__` drops the document boundaries; this subclass returns the pieces themselves.
+Knows nothing of blocks, noise or ranks.
+"""
+
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.gpt_dataset import GPTDataset
+
+from megatron_bp.data.document import Document
+
+ORDINAL_BITS = 24  # a sample holds fewer than 2**24 pieces
+
+
+class DocumentDataset(GPTDataset):
+    """Megatron's GPTDataset, yielding `Document`s instead of one flat row."""
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        """The pieces of sample `idx`, in order: `{"documents": tuple[Document, ...]}`.
+
+        A piece's key is (place of the sample in the unshuffled data, ordinal in the sample): each
+        pass over the data cuts new samples, so a repeated document gets a new key.
+        `idx` None (Megatron's batch padding) yields no document.
+        """
+        if idx is None:
+            return {"documents": ()}
+        text, _, lengths = self._query_document_sample_shuffle_indices(idx)
+        place = int(self.shuffle_index[idx])
+        documents = []
+        stop = 0
+        for ordinal, length in enumerate(lengths):
+            start, stop = stop, stop + int(length)
+            if length == 0:
+                continue
+            tokens = text[start:stop].astype(np.int32)
+            key = place << ORDINAL_BITS | ordinal
+            documents.append(Document(tokens, np.ones(len(tokens), dtype=np.bool_), key))
+        return {"documents": tuple(documents)}

@@ -1,0 +1,1 @@
+"""Noise, corruption, objectives and losses: no ranks."""

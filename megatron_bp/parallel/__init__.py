@@ -1,0 +1,1 @@
+"""Process groups of block parallelism, and the collectives that run in them."""

@@ -1,0 +1,54 @@
+"""Random packed rows that the tests share."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_bp.data.document import Document
+from megatron_bp.sequence.packing import Sample, pack
+
+
+@dataclass(frozen=True)
+class Case:
+    """A packed row and how it is seen; `prompts` are documents without any supervised token."""
+
+    lengths: tuple[int, ...]
+    block_size: int
+    padding: int = 0
+    clean_relation: str = "block"
+    own_relation: str = "bidirectional"
+    window: int | None = None
+    prompts: tuple[int, ...] = ()
+    heads: int = 4
+    groups: int = 2
+    head_dim: int = 8
+
+
+CASES = {
+    "one document": Case((24,), 4),
+    "ragged, packed, padded": Case((5, 6, 13, 1), 4, padding=3),
+    "token-causal": Case((17, 9), 4, clean_relation="token"),
+    "causal units": Case((11, 7, 6), 3, own_relation="causal", heads=2),
+    "window": Case((19, 14), 4, window=5, heads=6),
+    "window, token-causal": Case((29,), 8, window=3, clean_relation="token"),
+    "window of one": Case((12,), 3, window=1),
+    "prompts": Case((10, 8, 9), 4, prompts=(0, 2)),
+    "nothing supervised": Case((10, 6), 4, prompts=(0, 1)),
+    "fewer units than ranks": Case((3,), 4, heads=1, groups=1),
+    "one token": Case((1,), 4),
+    "only padding": Case((), 4, padding=6),
+    "block of one": Case((9, 4), 1),
+    "multi-query": Case((21,), 5, heads=4, groups=1),
+    "many short": Case((2, 3, 1, 1, 4, 2, 5, 1), 2, padding=1),
+}
+
+
+def sample_of(case: Case, vocabulary: int = 50, split: int = 0, seed: int = 0) -> Sample:
+    """The case's packed row with random tokens; document keys are 100, 101, ..."""
+    rng = np.random.default_rng(seed)
+    documents = []
+    for ordinal, length in enumerate(case.lengths):
+        tokens = rng.integers(0, vocabulary, length).astype(np.int32)
+        supervised = np.full(length, ordinal not in case.prompts)
+        documents.append(Document(tokens, supervised, 100 + ordinal))
+    return pack(documents, sum(case.lengths) + case.padding, split=split)
