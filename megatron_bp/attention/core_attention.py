@@ -21,7 +21,7 @@ from megatron_bp.attention.layout import Layout
 
 
 def layer_window(config: TransformerConfig, layer_number: int) -> int | None:
-    """The sliding window of a layer in tokens, None for none. Megatron's window_size[0] is w - 1."""
+    """The sliding window of a layer in tokens, None for none; Megatron's window_size[0] + 1."""
     if config.window_size is None:
         return None
     if not is_layer_window_attention(

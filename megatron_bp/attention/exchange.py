@@ -37,8 +37,10 @@ class CleanExchange:
         return len(self.sizes) > 1 and max(self.sizes) > 0
 
     def gather(self, k_cHD: Tensor, v_cHD: Tensor) -> Pending:
-        """Start gathering clean K and V: [R, C, 2, H, D], of which rank r's first sizes[r] rows
-        are real."""
+        """Start gathering clean K and V as [R, C, 2, H, D].
+
+        Of rank r's C rows the first sizes[r] are real.
+        """
         own, most = self.sizes[self.rank], max(self.sizes)
         packed = k_cHD.new_zeros((most, 2, *k_cHD.shape[1:]))
         packed[:own, 0] = k_cHD[:own]

@@ -1,7 +1,7 @@
 """Attention of this rank's rows over all they see, as one autograd function.
 
-It owns the parts, their merge and the exchange of clean K/V, so that communication overlaps with the
-parts that need no remote keys. It sees no model, no block and no document.
+It owns the parts, their merge and the exchange of clean K/V, so that communication overlaps with
+the parts that need no remote keys. It sees no model, no block and no document.
 """
 
 # Shapes: S rows (c clean, first), Q query heads, H key heads, G = Q / H, D head dimension, R ranks,

@@ -1,7 +1,7 @@
 """Merging attention over disjoint key sets by log-sum-exp.
 
-With parts (o_j, l_j) over disjoint keys, l = logsumexp_j l_j and o = sum_j exp(l_j - l) o_j. Feeding
-the final (o, l) to each part's backward gives that part's exact gradients (FlashAttention,
+With parts (o_j, l_j) over disjoint keys, l = logsumexp_j l_j and o = sum_j exp(l_j - l) o_j.
+Feeding the final (o, l) to each part's backward gives that part's exact gradients (FlashAttention,
 arXiv 2205.14135, section 3.1; ring attention, arXiv 2310.01889).
 """
 

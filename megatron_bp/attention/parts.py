@@ -63,9 +63,10 @@ def make_view(
     tile_rows: int,
     device: torch.device,
 ) -> View:
-    """The parts of `visible` on CP rank `rank`, whose clean rows stand in the order of its chunks."""
+    """The parts of `visible` on CP rank `rank`; its clean rows stand in the order of its chunks."""
     clean_lo, clean_hi = visible.clean_lo.numpy(), visible.clean_hi.numpy()
-    own, remote = [], []
+    own: list[Part] = []
+    remote: list[Part] = []
     corrupted = _corrupted_part(visible, rank, tile_rows, device)
     if corrupted is not None:
         own.append(corrupted)
@@ -98,8 +99,11 @@ def _runs(chunks: tuple[Chunk, ...]) -> list[tuple[int, Run]]:
 def _corrupted_part(
     visible: Visibility, rank: int, tile_rows: int, device: torch.device
 ) -> Part | None:
-    """The part over this rank's corrupted rows. A unit is whole on its rank, so the shift from
-    place in the corrupted order to place in this rank's rows is one number a unit."""
+    """The part over this rank's corrupted rows.
+
+    A unit is whole on its rank, so the shift from place in the corrupted order to place in this
+    rank's rows is one number a unit.
+    """
     first = visible.num_clean
     index = visible.index.numpy()[first:]
     shift = index - np.arange(len(index), dtype=np.int32)

@@ -8,9 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch import Tensor
 
 from megatron_bp.data.document import Document
+from megatron_bp.data.pretrain import DocumentDataset
 from megatron_bp.sequence.packing import Sample, pack
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
@@ -28,7 +31,7 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Packed rows of `length` tokens made of a source's documents."""
 
     def __init__(
-        self, source: DocumentSource, length: int, split: int, period: int | None = None
+        self, source: DocumentSource, length: int, split: int, size: int | None = None
     ) -> None:
         """Wrap a source.
 
@@ -36,31 +39,22 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
             source: where documents come from.
             length: tokens a row.
             split: TRAIN, VALIDATION or TEST.
-            period: read sample i as sample i modulo `period`. Megatron goes on through the
-                validation samples from one evaluation to the next; with the number of samples of
-                one evaluation, every evaluation reads the same ones.
-
-        Raises:
-            ValueError: the source holds fewer samples than one period.
+            size: samples to offer, default all. More than the source holds means reading it again
+                from the start: Megatron goes on through the validation samples from one evaluation
+                to the next, and so every evaluation reads the same ones.
         """
-        if len(source) == 0 or (period is not None and len(source) < period):
-            raise ValueError(
-                f"the {('training', 'validation', 'test')[split]} data holds {len(source)} samples "
-                f"of {length} tokens, {period or 1} are needed; prepare more data, change --split, "
-                f"or lower --eval-iters or --seq-length"
-            )
         self.source = source
         self.length = length
         self.split = split
-        self.period = period
+        self.size = len(source) if size is None else size
 
     def __len__(self) -> int:
-        return len(self.source)
+        return self.size
 
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
         """Sample `idx` as a dict of arrays; None is Megatron's batch padding (an empty row)."""
-        if idx is not None and self.period is not None:
-            idx = idx % self.period
+        if idx is not None:
+            idx = idx % len(self.source)
         documents: tuple[Document, ...] = self.source[idx]["documents"]
         sample = pack(documents, self.length, split=self.split)
         return {
@@ -72,6 +66,54 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
             "split": sample.split,
             "epoch": sample.epoch,
         }
+
+
+class FirstSamples:
+    """The first `size` samples of a source; every evaluation reads exactly these."""
+
+    def __init__(self, source: DocumentSource, size: int) -> None:
+        self.source, self.size = source, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        if idx is not None and idx >= self.size:
+            raise IndexError(idx)
+        return self.source[idx]
+
+
+def build_datasets(
+    config: GPTDatasetConfig, sizes: list[int | None], evaluation: int | None
+) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
+    """Training, validation and test samples, built by Megatron: blends and caches are its own.
+
+    Args:
+        config: Megatron's data set config; its sequence_length is the row length.
+        sizes: samples that the run will read of each split; None for all of one epoch.
+        evaluation: samples of one evaluation; None for all.
+
+    Raises:
+        ValueError: a split holds no sample.
+    """
+    wanted = [sizes[TRAIN], *(evaluation if sizes[s] else sizes[s] for s in (VALIDATION, TEST))]
+    sources = BlendedMegatronDatasetBuilder(DocumentDataset, wanted, lambda: True, config).build()
+    out: list[SampleDataset | None] = []
+    for split, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+        if size == 0 or (split == TEST and source is None):
+            out.append(None)  # nothing wanted, or no test split: Megatron then leaves it out
+            continue
+        if source is None or len(source) == 0:
+            name = ("training", "validation", "test")[split]
+            raise ValueError(
+                f"the {name} split holds no row of {config.sequence_length} tokens (--split "
+                f"{config.split}); prepare more data, change --split, lower --seq-length, or set "
+                f"--eval-iters 0"
+            )
+        if split != TRAIN and evaluation is not None:
+            source = FirstSamples(source, evaluation)
+        out.append(SampleDataset(source, config.sequence_length, split, size))
+    return out[TRAIN], out[VALIDATION], out[TEST]
 
 
 def sample_of(batch: dict[str, Tensor]) -> Sample:

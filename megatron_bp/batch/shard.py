@@ -6,9 +6,11 @@ rank's chunks), then corrupted (unit after unit). Takes ranks as integers, sees 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bp.diffusion.corruption import Corruption
@@ -61,26 +63,16 @@ def local_batch(
     length = len(sample.tokens)
     of_corrupted = corrupted_positions(plan)[corrupted]
 
-    def rows(of_clean: np.ndarray, of_own: np.ndarray, dtype: type) -> Tensor:
-        nothing = np.zeros(filling, dtype=dtype)
-        return torch.from_numpy(
-            np.concatenate([of_clean.astype(dtype), nothing, of_own.astype(dtype)])
-        )
+    def join(of_clean: NDArray[Any], of_corrupted: NDArray[Any]) -> Tensor:
+        nothing = np.zeros(filling, dtype=of_corrupted.dtype)
+        parts = [of_clean.astype(of_corrupted.dtype), nothing, of_corrupted]
+        return torch.from_numpy(np.concatenate(parts))
 
-    scored = np.concatenate([clean, length + corrupted])
     return LocalBatch(
-        input_ids=rows(sample.tokens[clean], corruption.tokens[corrupted], np.int64),
-        position_ids=rows(sample.position[clean], sample.position[of_corrupted], np.int64),
-        labels=rows(
-            corruption.labels[scored[: len(clean)]],
-            corruption.labels[scored[len(clean) :]],
-            np.int64,
-        ),
-        weights=rows(
-            corruption.weights[scored[: len(clean)]],
-            corruption.weights[scored[len(clean) :]],
-            np.float32,
-        ),
+        input_ids=join(sample.tokens[clean], corruption.tokens[corrupted]),
+        position_ids=join(sample.position[clean], sample.position[of_corrupted].astype(np.int64)),
+        labels=join(corruption.labels[clean], corruption.labels[length + corrupted]),
+        weights=join(corruption.weights[clean], corruption.weights[length + corrupted]),
         num_clean=len(clean) + filling,
         visibility={w: visibility(plan, clean, corrupted, w, filling) for w in windows},
         count=int(np.count_nonzero(sample.supervised[of_corrupted])),

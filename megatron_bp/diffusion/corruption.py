@@ -4,6 +4,7 @@ A pure function of (objective, seed, sample, plan); it knows no ranks.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,8 +76,8 @@ def _draws(
     units, offset = plan.units, plan.units.offset
     group = units.document.astype(np.int64) << 32 | units.copy
     edges = np.flatnonzero(np.diff(group, prepend=-1, append=-1))
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
-        unit = units[first]
+    for first, last in pairwise(edges):
+        unit = units[int(first)]
         key = NoiseKey(
             seed=objective.seed,
             split=sample.split,

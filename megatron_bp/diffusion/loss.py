@@ -1,7 +1,7 @@
 """The loss that is told: a sum and the count that divides it.
 
-No mean is ever formed per rank or per micro-batch: sums and counts are added over the whole step and
-divided once.
+No mean is ever formed per rank or per micro-batch: sums and counts are added over the whole step
+and divided once.
 """
 
 from dataclasses import dataclass

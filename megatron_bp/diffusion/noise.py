@@ -1,8 +1,8 @@
 """Chance: uniform draws that are a pure function of what they are for.
 
-Counter-based (Philox 4x64-10; Salmon et al., SC 2011, as numpy ships it). The key holds the seed and
-the document; the counter holds purpose, split, epoch and copy, and runs along the document. Nothing
-depends on rank, batch shape, accumulation, packing or resume.
+Counter-based (Philox 4x64-10; Salmon et al., SC 2011, as numpy ships it). The key holds the seed
+and the document; the counter holds purpose, split, epoch and copy, and runs along the document.
+Nothing depends on rank, batch shape, accumulation, packing or resume.
 """
 
 from dataclasses import dataclass
@@ -45,4 +45,4 @@ def uniform(key: NoiseKey, purpose: Purpose, start: int, stop: int) -> NDArray[n
         key=np.array([key.seed & mask, key.document & mask], dtype=np.uint64),
     )
     raw = bits.random_raw(stop - first * words)[start - first * words :]
-    return (raw >> np.uint64(11)) * 2.0**-53
+    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53

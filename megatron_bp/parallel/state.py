@@ -1,7 +1,7 @@
 """Block parallelism as a dimension next to Megatron's TP, PP, CP and DP.
 
-The only file that looks up or makes a process group. The `slot` of max(BP, CP) ranks that work on one
-sequence is Megatron's context-parallel group, so Megatron's gradient reduction, samplers and
+The only file that looks up or makes a process group. The `slot` of max(BP, CP) ranks that work on
+one sequence is Megatron's context-parallel group, so Megatron's gradient reduction, samplers and
 checkpoints are right as they are. What is kept here lives and dies with that group.
 """
 

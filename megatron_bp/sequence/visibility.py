@@ -3,8 +3,8 @@
 Every mask of this field says, for one query row: these clean positions, and these corrupted rows of
 my own unit. Example, one document of 6 tokens, block size 3, block-causal clean rows:
 
-    clean row 1     clean [0, 3)   own []          corrupted row of token 1   clean []       own [0, 3)
-    clean row 4     clean [0, 6)   own []          corrupted row of token 4   clean [0, 3)   own [3, 6)
+    clean row 1   clean [0, 3)  own []        corrupted row of token 1   clean []      own [0, 3)
+    clean row 4   clean [0, 6)  own []        corrupted row of token 4   clean [0, 3)  own [3, 6)
 
 It is the only thing that the attention code knows of blocks, documents and objectives.
 """
@@ -85,10 +85,8 @@ def visibility(
     if plan.options.own_relation == "causal":
         last = corrupted + 1
     clean_block = plan.block_of[clean]
-    if plan.options.clean_relation == "block":
-        clean_hi = plan.block_stop[clean_block]
-    else:
-        clean_hi = clean + 1
+    block_causal = plan.options.clean_relation == "block"
+    clean_hi = plan.block_stop[clean_block] if block_causal else clean + 1
     clean_lo = plan.block_document_start[clean_block]
     own_clean_lo = plan.block_document_start[block]
     own_clean_hi = plan.block_start[block]

@@ -35,9 +35,9 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, torch.Te
     generator = torch.Generator().manual_seed(7)
     shapes = {"q": case.heads, "k": case.groups, "v": case.groups, "dout": case.heads}
     return {
-        name: torch.randn(
-            rows, heads, case.head_dim, generator=generator, dtype=torch.float64
-        ).to(dtype)
+        name: torch.randn(rows, heads, case.head_dim, generator=generator, dtype=torch.float64).to(
+            dtype
+        )
         for name, heads in shapes.items()
     }
 

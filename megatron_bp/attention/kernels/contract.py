@@ -15,8 +15,10 @@ from torch import Tensor
 
 
 class RowTile(NamedTuple):
-    """Rows [row_lo, row_hi): keys outside [key_lo, key_hi) are seen by none of them, keys inside
-    [full_lo, full_hi) by all."""
+    """Rows [row_lo, row_hi) and the keys they see.
+
+    None of them sees a key outside [key_lo, key_hi); all see every key in [full_lo, full_hi).
+    """
 
     row_lo: int
     row_hi: int
@@ -40,9 +42,7 @@ class Intervals:
     tiles: tuple[RowTile, ...]
 
 
-def row_tiles(
-    lo: NDArray[np.int32], hi: NDArray[np.int32], tile_rows: int
-) -> tuple[RowTile, ...]:
+def row_tiles(lo: NDArray[np.int32], hi: NDArray[np.int32], tile_rows: int) -> tuple[RowTile, ...]:
     """The tile map of rows whose intervals are [lo, hi)."""
     tiles = []
     for first in range(0, len(lo), tile_rows):

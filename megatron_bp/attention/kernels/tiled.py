@@ -1,8 +1,8 @@
 """Pure-PyTorch tiled attention with an online softmax: any intervals, any device, any float dtype.
 
-The reference path, and the one that trains on CPUs. It never builds rows x keys; it skips tiles that
-nobody sees and masks only tiles that some rows see in part. Online softmax: Milakov and Gimelshein,
-arXiv 1805.02867; tiling and backward: FlashAttention, arXiv 2205.14135.
+The reference path, and the one that trains on CPUs. It never builds rows x keys; it skips tiles
+that nobody sees and masks only tiles that some rows see in part. Online softmax: Milakov and
+Gimelshein, arXiv 1805.02867; tiling and backward: FlashAttention, arXiv 2205.14135.
 """
 
 # Shapes: H key heads, G query heads a key head, n rows (t in a tile), K keys (c in a tile),

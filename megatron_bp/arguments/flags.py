@@ -1,0 +1,85 @@
+"""The flags that this project adds to Megatron's. Names are fixed: docs/running.md lists them."""
+
+import argparse
+from typing import NoReturn
+
+USAGE = "pretrain_bdlm.py [CONFIG.yaml] [--any-megatron-or-bdlm-flag VALUE ...]"
+
+
+def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron's `extra_args_provider`: adds our group to its parser."""
+    group = parser.add_argument_group("block diffusion")
+    add = group.add_argument
+    add(
+        "--block-parallel-size",
+        type=int,
+        default=1,
+        help="BP: ranks that share the target blocks of one sequence. Unset CP means CP = BP.",
+    )
+    add(
+        "--clean-kv-exchange",
+        choices=["auto", "all_gather"],
+        default="auto",
+        help="How clean K/V cross ranks. auto is all_gather.",
+    )
+    add(
+        "--attention-kernel",
+        choices=["auto", "tiled"],
+        default="auto",
+        help="Attention kernel. auto is tiled, in pure PyTorch.",
+    )
+    add("--objective", choices=["block_diffusion"], default="block_diffusion", help="Preset.")
+    add(
+        "--diffusion-block-size", type=int, default=32, help="Tokens a block; the last may be short"
+    )
+    add("--mask-token-id", type=int, default=None, help="Id that a corrupted token becomes.")
+    add("--noise", choices=["absorbing"], default="absorbing", help="What corruption does.")
+    add("--noise-per", choices=["block"], default="block", help="What shares a noise level.")
+    add("--noise-schedule", choices=["linear"], default="linear", help="p(t) = t.")
+    add(
+        "--noise-interval",
+        type=float,
+        nargs=2,
+        default=[1e-3, 1.0],
+        metavar=("A", "B"),
+        help="Training draws t from (A, B]; evaluation always from (0, 1].",
+    )
+    add(
+        "--loss-weighting",
+        choices=["bound", "one"],
+        default="bound",
+        help="Weight of a corrupted token: p'(t)/p(t), the likelihood bound's, or 1.",
+    )
+    add(
+        "--clean-relation",
+        choices=["block", "token"],
+        default="block",
+        help="A clean row sees up to the end of its block, or up to itself.",
+    )
+    add(
+        "--own-relation",
+        choices=["bidirectional", "causal"],
+        default="bidirectional",
+        help="A corrupted row sees its whole block, or its block up to itself.",
+    )
+    add(
+        "--metrics-file",
+        default=None,
+        help="Exact per-step rows as JSON lines; default: metrics.jsonl in the --save folder.",
+    )
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Megatron has 800 flags: an error must not print them all."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"pretrain_bdlm.py: error: {message}\nusage: {USAGE}\n")
+
+
+def full_parser() -> argparse.ArgumentParser:
+    """Megatron's parser with our flags."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = _Parser(usage=USAGE, allow_abbrev=False)
+    return add_block_diffusion_flags(add_megatron_arguments(parser))

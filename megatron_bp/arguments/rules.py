@@ -1,0 +1,152 @@
+"""What cannot work, and why: every refusal names the value, the rule and the way out.
+
+Checked on the parsed flags before Megatron sees them, before anything is started.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_bp.parallel.state import parallel_mode, refusal
+
+
+class RefusedError(ValueError):
+    """A combination of flags that cannot be trained with."""
+
+
+def refuse(args: Namespace) -> None:
+    """Check what Megatron's own rules do not know of.
+
+    Args:
+        args: flags as parsed, with block_parallel_size and context_parallel_size (in this project's
+            sense) resolved.
+
+    Raises:
+        RefusedError: with the reason.
+    """
+    _parallel(args)
+    _model(args)
+    _data(args)
+
+
+def _no(message: str) -> NoReturn:
+    raise RefusedError(message)
+
+
+def _parallel(args: Namespace) -> None:
+    bp, cp = args.block_parallel_size, args.context_parallel_size
+    try:
+        mode = parallel_mode(bp, cp)
+    except ValueError as error:
+        _no(str(error))
+    if mode not in ("single", "CSBP"):
+        _no(refusal(mode, bp, cp))
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if getattr(args, name) > 1:
+            _no(f"--{name.replace('_', '-')} {getattr(args, name)}: not implemented yet; set 1")
+    if args.expert_model_parallel_size > 1 or args.num_experts is not None:
+        _no("--num-experts, --expert-model-parallel-size: MoE is not implemented yet; leave out")
+    if args.use_distributed_optimizer:
+        _no("--use-distributed-optimizer: not implemented yet; leave it out")
+    if args.hybrid_context_parallel or args.hierarchical_context_parallel_sizes:
+        _no(
+            "--hybrid-context-parallel and --hierarchical-context-parallel-sizes shard rows in a "
+            "way that block parallelism replaces; use --block-parallel-size"
+        )
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(args, name, False):
+            _no(f"--{name.replace('_', '-')}: not implemented yet; leave it out")
+    if args.micro_batch_size not in (None, 1):
+        _no(
+            f"--micro-batch-size {args.micro_batch_size}: a micro-batch is one packed row; set 1 "
+            f"and raise --global-batch-size or --seq-length"
+        )
+
+
+def _model(args: Namespace) -> None:
+    if args.transformer_impl != "local":
+        _no(f"--transformer-impl {args.transformer_impl}: not implemented yet; use local")
+    if args.spec is not None:
+        _no(f"--spec {args.spec}: the layer spec is this plugin's own; leave it out")
+    if args.attention_backend.name == "local":
+        _no(
+            "--attention-backend local makes Megatron overwrite the core attention that block "
+            "diffusion needs; leave it out and choose with --attention-kernel"
+        )
+    for name in ("attention_dropout", "hidden_dropout"):
+        if getattr(args, name) > 0:
+            _no(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: the ranks that share a "
+                f"sequence share one seed, so dropout would depend on the layout; set 0"
+            )
+    if args.mtp_num_layers:
+        _no(
+            f"--mtp-num-layers {args.mtp_num_layers}: multi-token prediction shifts rows against "
+            f"each other, which corrupted blocks do not allow; leave it out"
+        )
+    if args.multi_latent_attention:
+        _no("--multi-latent-attention: exchanging latent K/V is not implemented; leave it out")
+    if args.experimental_attention_variant:
+        _no(
+            f"--experimental-attention-variant {args.experimental_attention_variant}: a corrupted "
+            f"block has no prefix state or index to read from; leave it out"
+        )
+    if args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph:
+        _no("CUDA graphs fix the row counts, which vary from sample to sample; leave them out")
+    if args.softmax_type != "vanilla":
+        _no(f"--softmax-type {args.softmax_type}: attention sinks are not implemented; use vanilla")
+    if args.position_embedding_type not in ("rope", "none", "learned_absolute"):
+        _no(
+            f"--position-embedding-type {args.position_embedding_type}: not implemented; use rope, "
+            f"none or learned_absolute"
+        )
+    if args.fp16:
+        _no("--fp16: the loss head forms gradients before the loss scale is applied; use --bf16")
+    if args.use_mup:
+        _no("--use-mup: scales the logits in Megatron's own output step, which is replaced")
+    if args.hybrid_layer_pattern or args.hybrid_override_pattern or args.is_hybrid_model:
+        _no("hybrid (Mamba) models: a corrupted block needs the prefix's state; use a GPT model")
+    if args.window_size is not None and args.window_size[0] < 0:
+        _no(f"--window-size {args.window_size}: the first number is the window minus 1, at least 0")
+    if args.fp8 or args.fp4:
+        _no("--fp8-format / --fp4-format need Transformer Engine, which is not implemented yet")
+
+
+def _data(args: Namespace) -> None:
+    if args.diffusion_block_size < 1:
+        _no(f"--diffusion-block-size {args.diffusion_block_size}: must be at least 1")
+    if args.mask_token_id is None:
+        _no(
+            "--mask-token-id is not set: corrupted tokens become this id; give the id of the "
+            "tokenizer's mask token, an id that no text holds"
+        )
+    if args.seq_length is None or args.seq_length < 1:
+        _no(f"--seq-length {args.seq_length}: give the packed length of a row in clean tokens")
+    if args.sft:
+        _no("--sft: Megatron's own fine-tuning averages means of micro-batches; not supported")
+    if args.mock_data:
+        _no("--mock-data: there is no made-up data; prepare some with megatron_bp.tools.prepare")
+    paths = [args.data_path, args.train_data_path, args.data_args_path]
+    if not any((*paths, args.per_split_data_args_path)):
+        _no(
+            "no data: give --data-path PREFIX of a .bin/.idx pair; "
+            "`python -m megatron_bp.tools.prepare` makes one"
+        )
+    lists = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
+    for prefix in (p for given in lists for p in given or ()):
+        if _is_weight(prefix):
+            continue
+        for suffix in (".bin", ".idx"):
+            if not Path(prefix + suffix).is_file():
+                _no(
+                    f"{prefix}{suffix}: no such file; --data-path takes the prefix of a .bin/.idx "
+                    f"pair (`python -m megatron_bp.tools.prepare` makes one)"
+                )
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

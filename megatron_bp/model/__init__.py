@@ -1,0 +1,1 @@
+"""Megatron's GPT model with core attention, rotary and output step of our own."""

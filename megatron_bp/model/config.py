@@ -1,0 +1,76 @@
+"""The model: Megatron's GPTModel with three things swapped after it is built from its spec.
+
+Core attention (attention/core_attention.py), rotary (explicit positions) and the output step (the
+loss head, handed to forward as `output_processor`). No fork, no subclass of GPTModel's forward.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
+
+from megatron_bp.attention.core_attention import BlockDiffusionAttention
+from megatron_bp.model.rotary import PositionRotary
+from megatron_bp.parallel import state
+
+
+@dataclass(kw_only=True)
+class BDLMModelConfig(GPTModelConfig):
+    """GPTModelConfig whose builder makes a block diffusion model.
+
+    Attributes:
+        block_parallel_size: BP degree.
+        clean_shard_size: CP degree in the sense of this project: ranks that shard the clean rows.
+            (`context_parallel_size` of the transformer config is Megatron's, the whole slot.)
+    """
+
+    builder: ClassVar[str] = "megatron_bp.model.config.BDLMModelBuilder"
+    block_parallel_size: int = 1
+    clean_shard_size: int = 1
+
+
+def block_diffusion_layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> ModuleSpec:
+    """Megatron's own layer spec for this config, with our core attention in every layer."""
+    spec = default_layer_spec(config, vp_stage)
+    for layer in getattr(spec, "layer_specs", [spec]):
+        layer.submodules.self_attention.submodules.core_attention = BlockDiffusionAttention
+    return spec
+
+
+class BDLMModelBuilder(GPTModelBuilder):
+    """Builds the model, and the block-parallel groups it needs."""
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> GPTModel:
+        """One pipeline stage of the model."""
+        config = self._model_config
+        if config.transformer_layer_spec is None:
+            config.transformer_layer_spec = block_diffusion_layer_spec
+        model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        if config.position_embedding_type == "rope":
+            dim = int(config.transformer.kv_channels * config.rotary_percent)
+            model.rotary_pos_emb = PositionRotary(model.rotary_pos_emb, dim, config.rotary_base)
+        return model
+
+    def build_distributed_models(
+        self, pg_collection: ProcessGroupCollection, *args: Any, **kwargs: Any
+    ) -> list[GPTModel]:
+        """All stages of this rank, wrapped for training.
+
+        Megatron calls this on every rank, once its parallel state stands and before any module
+        exists: the place where block parallelism joins that state.
+        """
+        config = self._model_config
+        if not state.block_parallel_is_initialized():
+            state.initialize_block_parallel(config.block_parallel_size, config.clean_shard_size)
+        state.attach(pg_collection)
+        models: list[GPTModel] = super().build_distributed_models(pg_collection, *args, **kwargs)
+        return models

@@ -1,0 +1,145 @@
+"""The loss head: cross-entropy of the rows that carry a loss, and logits of no others.
+
+Logits are made in chunks of rows and never kept: each chunk's gradient is formed at once (as in
+Liger Kernel, arXiv 2410.10989), so the peak is one chunk whatever the number of rows. Ids above the
+true vocabulary, which Megatron pads to a multiple of 128 x TP, take no part in the softmax.
+"""
+
+# Shapes: R scored rows (r in a chunk), H hidden size, P padded vocabulary, V true vocabulary.
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_LOGITS = 1 << 25  # logits a chunk may hold: 128 MiB in float32
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Which rows are scored, on what, with what weight.
+
+    Attributes:
+        rows: int64[R], rows of this rank.
+        labels: int64[R], true id each predicts.
+        weights: float32[R].
+        vocabulary: number of true ids.
+    """
+
+    rows: Tensor
+    labels: Tensor
+    weights: Tensor
+    vocabulary: int
+
+    def to(self, device: torch.device) -> "Scored":
+        """The same on a device."""
+        rows, labels, weights = (
+            tensor.to(device, non_blocking=True)
+            for tensor in (self.rows, self.labels, self.weights)
+        )
+        return Scored(rows, labels, weights, self.vocabulary)
+
+
+def scored_rows(labels: Tensor, weights: Tensor, vocabulary: int) -> Scored:
+    """The rows of non-zero weight, from labels int64[S] and weights float32[S] on the CPU."""
+    rows = torch.nonzero(weights).flatten()
+    return Scored(rows, labels[rows], weights[rows], vocabulary)
+
+
+def loss_head(
+    *,
+    hidden_states: Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: Tensor | None,
+    context: Scored,
+    **unused: Any,
+) -> Tensor:
+    """Sum of weight x cross-entropy over the scored rows: GPTModel's `output_processor`.
+
+    Args:
+        hidden_states: [S, 1, H].
+        output_layer: holds the output weight [P, H] unless it is tied.
+        output_weight: the tied embedding, or None.
+        context: the scored rows, on the device of the hidden states.
+        unused: what else GPTModel offers.
+    """
+    weight = output_weight if output_weight is not None else output_layer.weight
+    assert isinstance(weight, Tensor)
+    hidden_RH = hidden_states[:, 0].index_select(0, context.rows)
+    return weighted_cross_entropy(
+        hidden_RH, weight, context.labels, context.weights, context.vocabulary
+    )
+
+
+def weighted_cross_entropy(
+    hidden_RH: Tensor,
+    weight_PH: Tensor,
+    labels_R: Tensor,
+    weights_R: Tensor,
+    vocabulary: int,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> Tensor:
+    """Scalar sum_r weights_r * -log softmax(hidden_r weight[:vocabulary]^T)[labels_r].
+
+    In float32 (float64 for float64 inputs). R may be 0: the result is 0, still differentiable.
+    """
+    with_grad = torch.is_grad_enabled()
+    out: Tensor = _WeightedCrossEntropy.apply(
+        hidden_RH, weight_PH, labels_R, weights_R, vocabulary, chunk_logits, with_grad
+    )
+    return out
+
+
+class _WeightedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RH: Tensor,
+        weight_PH: Tensor,
+        labels_R: Tensor,
+        weights_R: Tensor,
+        vocabulary: int,
+        chunk_logits: int,
+        with_grad: bool,
+    ) -> Tensor:
+        wide = torch.float64 if hidden_RH.dtype == torch.float64 else torch.float32
+        weight_VH = weight_PH[:vocabulary]
+        total = torch.zeros((), dtype=torch.float64, device=hidden_RH.device)
+        dhidden_RH = torch.empty_like(hidden_RH) if with_grad else None
+        dweight_PH = torch.zeros_like(weight_PH, dtype=wide) if with_grad else None
+        step = max(1, chunk_logits // vocabulary)
+        for first in range(0, len(hidden_RH), step):
+            rows = slice(first, first + step)
+            hidden_rH, labels_r1 = hidden_RH[rows], labels_R[rows, None]
+            factor_r1 = weights_R[rows, None].to(wide)
+            logits_rV = (hidden_rH @ weight_VH.mT).to(wide)
+            lse_r1 = torch.logsumexp(logits_rV, -1, keepdim=True)
+            total += (factor_r1 * (lse_r1 - logits_rV.gather(1, labels_r1))).sum(dtype=total.dtype)
+            if dhidden_RH is None or dweight_PH is None:
+                continue
+            dlogits_rV = logits_rV.sub_(lse_r1).exp_()
+            dlogits_rV.scatter_add_(1, labels_r1, torch.full_like(factor_r1, -1.0))
+            dlogits_rV = dlogits_rV.mul_(factor_r1).to(hidden_RH.dtype)
+            dhidden_RH[rows] = dlogits_rV @ weight_VH
+            if dweight_PH.dtype == hidden_RH.dtype:
+                dweight_PH[:vocabulary].addmm_(dlogits_rV.mT, hidden_rH)
+            else:
+                dweight_PH[:vocabulary] += dlogits_rV.mT @ hidden_rH
+        if dhidden_RH is not None and dweight_PH is not None:
+            ctx.save_for_backward(dhidden_RH, dweight_PH.to(weight_PH.dtype))
+        return total.to(wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden_RH, dweight_PH = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            dhidden_RH * scale.to(dhidden_RH.dtype),
+            dweight_PH * scale.to(dweight_PH.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,49 @@
+"""Trains a block diffusion language model: YAML or flags -> arguments -> Megatron's pretrain.
+
+    torchrun --nproc-per-node 8 pretrain_bdlm.py configs/RUN.yaml [--any-flag VALUE ...]
+
+On a machine without CUDA it runs on the CPU with gloo, and says so.
+"""
+
+import sys
+from functools import partial
+from typing import Any
+
+from megatron_bp import cpu
+
+
+def main() -> None:
+    """Parse, build and train."""
+    if cpu.needed():
+        cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_bp import arguments
+    from megatron_bp.batch.dataset import build_datasets
+    from megatron_bp.training.metrics import Metrics
+    from megatron_bp.training.step import forward_step
+
+    args = arguments.parse(sys.argv[1:])
+    metrics = Metrics(arguments.metrics_path(args), is_bound=args.loss_weighting == "bound")
+    settings = arguments.settings(args, metrics)
+    metrics.install(partial(parallel_state.get_data_parallel_group, with_context_parallel=True))
+
+    def datasets(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        config = arguments.dataset_config(args)
+        evaluation = None if args.full_validation else args.eval_iters * args.eval_global_batch_size
+        return build_datasets(config, sizes, evaluation)
+
+    datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own
+    pretrain(
+        pretrain_cfg_container_from_args(args, arguments.model_config(args)),
+        datasets,
+        ModelType.encoder_or_decoder,
+        partial(forward_step, settings),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,411 @@
+"""The dense float64 oracle, written from the definitions; it imports nothing of megatron_bp.
+
+Plain functions and Python loops over positions: slow, short, and meant to be checked by eye. Every
+parallel path is compared with these. Good for a few hundred rows.
+
+Shapes: T packed clean positions, X corrupted rows, S rows = T + X (clean first), H query heads,
+G key/value heads, d head size, V vocabulary with Megatron's padding.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# --- who sees whom -------------------------------------------------------------------------------
+
+
+def positions(document: Sequence[int]) -> list[int]:
+    """Position in its own document, of each packed position [T]; 0 for padding (-1)."""
+    seen: dict[int, int] = {}
+    out = []
+    for ordinal in _ints(document):
+        if ordinal < 0:
+            out.append(0)
+            continue
+        out.append(seen.get(ordinal, 0))
+        seen[ordinal] = out[-1] + 1
+    return out
+
+
+def block_of(document: Sequence[int], block_size: int) -> list[int]:
+    """Global block number of each packed position [T]; -1 for padding.
+
+    Blocks count from each document's own start and the last one may be short: with documents
+    0 0 0 1 1 1 and blocks of 2 the answer is 0 0 1 2 2 3.
+    """
+    names: dict[tuple[int, int], int] = {}
+    out = []
+    for ordinal, position in zip(_ints(document), positions(document), strict=True):
+        if ordinal < 0:
+            out.append(-1)
+        else:
+            out.append(names.setdefault((ordinal, position // block_size), len(names)))
+    return out
+
+
+def corrupted_rows(
+    document: Sequence[int], block_size: int, supervised: Sequence[bool] | None = None
+) -> list[int]:
+    """Clean positions that have a corrupted row: those of blocks with a supervised token."""
+    block = block_of(document, block_size)
+    if supervised is None:
+        return [i for i, b in enumerate(block) if b >= 0]
+    wanted = {b for b, s in zip(block, supervised, strict=True) if b >= 0 and s}
+    return [i for i, b in enumerate(block) if b in wanted]
+
+
+def visible(
+    document: Sequence[int],
+    block_size: int,
+    *,
+    clean_relation: str = "block",
+    own_relation: str = "bidirectional",
+    window: int | None = None,
+    window_anchor: str = "row",
+    corrupted: Sequence[int] | None = None,
+    copy: Sequence[int] | None = None,
+) -> Tensor:
+    """True where a row sees a key, bool [T+X, T+X]: clean positions first, then corrupted rows.
+
+    One document of four tokens, blocks of 2 (rows and keys 0 1 2 3, then corrupted 0' 1' 2' 3'):
+
+             0 1 2 3  0' 1' 2' 3'
+        0    x x .  .  .  .  .  .
+        1    x x .  .  .  .  .  .
+        2    x x x  x  .  .  .  .
+        3    x x x  x  .  .  .  .
+        0'   . . .  .  x  x  .  .
+        1'   . . .  .  x  x  .  .
+        2'   x x .  .  .  .  x  x
+        3'   x x .  .  .  .  x  x
+
+    Args:
+        document: ordinal of each packed position [T], -1 for padding (sees and is seen by nothing).
+        block_size: tokens in a block.
+        clean_relation: a clean row sees its own and earlier blocks ("block"), or itself and earlier
+            tokens ("token").
+        own_relation: a corrupted row sees all of its unit ("bidirectional") or up to itself
+            ("causal").
+        window: a row at position p sees clean positions >= p - (window - 1). Never cuts the unit.
+        window_anchor: "row", or "block": corrupted rows count the window from their block's start.
+        corrupted: clean position of each corrupted row [X]; default all but padding, in order.
+        copy: copy of each corrupted row [X]; a unit is a block in one copy. Default all 0.
+    """
+    assert clean_relation in ("block", "token"), clean_relation
+    assert own_relation in ("bidirectional", "causal"), own_relation
+    assert window_anchor in ("row", "block"), window_anchor
+    document = _ints(document)
+    block = block_of(document, block_size)
+    corrupted = corrupted_rows(document, block_size) if corrupted is None else _ints(corrupted)
+    copy = [0] * len(corrupted) if copy is None else _ints(copy)
+    _check_whole_blocks(block, corrupted, copy)
+    length, rows = len(document), len(document) + len(corrupted)
+    mask = [[False] * rows for _ in range(rows)]
+
+    for q in range(length):  # clean rows
+        for k in range(length):
+            if block[q] < 0 or document[q] != document[k]:
+                continue
+            sees = block[k] <= block[q] if clean_relation == "block" else k <= q
+            if window is not None:
+                sees = sees and k >= q - (window - 1)
+            mask[q][k] = sees
+    for x, q in enumerate(corrupted):
+        origin = block.index(block[q]) if window_anchor == "block" else q
+        for k in range(length):  # clean keys: strictly earlier blocks
+            sees = document[q] == document[k] and block[k] < block[q]
+            if window is not None:
+                sees = sees and k >= origin - (window - 1)
+            mask[length + x][k] = sees
+        for y, k in enumerate(corrupted):  # corrupted keys: the own unit
+            same_unit = block[k] == block[q] and copy[x] == copy[y]
+            mask[length + x][length + y] = same_unit and (own_relation == "bidirectional" or k <= q)
+    return torch.tensor(mask, dtype=torch.bool).reshape(rows, rows)
+
+
+def _check_whole_blocks(block: list[int], corrupted: list[int], copy: list[int]) -> None:
+    """Each unit holds every position of its block once."""
+    for b, c in {(block[i], c) for i, c in zip(corrupted, copy, strict=True)}:
+        assert b >= 0, "padding has no corrupted row"
+        want = [i for i, other in enumerate(block) if other == b]
+        got = [i for i, d in zip(corrupted, copy, strict=True) if block[i] == b and d == c]
+        assert got == want, f"block {b} copy {c} has corrupted rows {got}, not {want}"
+
+
+def _ints(values: Sequence[int] | Tensor) -> list[int]:
+    return [int(v) for v in values]
+
+
+# --- the network ---------------------------------------------------------------------------------
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """Dense softmax attention, float64 [S, H, d], of q [S,H,d], k and v [K,G,d], mask [S,K].
+
+    A row that sees no key gives 0 and no gradient.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    weights = torch.softmax(_scores(q, k, mask, scale), dim=-1)  # [H, S, K]
+    weights = weights * mask.any(dim=-1)[None, :, None]
+    return torch.einsum("hsk,khd->shd", weights, _repeat(v, q.shape[1]))
+
+
+def log_sum_exp(q: Tensor, k: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """Log of the sum of exp(scores) over the visible keys, float64 [S, H]; -inf without a key."""
+    scores = _scores(q.double(), k.double(), mask, scale)
+    lse = torch.logsumexp(scores, dim=-1).T  # [S, H]
+    return lse.masked_fill(~mask.any(dim=-1)[:, None], -math.inf)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Scaled scores [H, S, K], -inf where hidden; finite in rows without a visible key."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = scale * torch.einsum("shd,khd->hsk", q, _repeat(k, q.shape[1]))
+    hidden = ~mask & mask.any(dim=-1, keepdim=True)
+    return scores.masked_fill(hidden, -math.inf)
+
+
+def _repeat(x: Tensor, heads: int) -> Tensor:
+    """[K, G, d] to [K, H, d]: query head h reads key/value head h // (H / G)."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, vocab: int, excluded: Sequence[int] = ()
+) -> Tensor:
+    """-log p(label), float64 [S], of logits [S, V]; ids >= vocab and excluded ids have p = 0."""
+    logits = logits.double()
+    hidden = torch.arange(logits.shape[-1]) >= vocab
+    for token in excluded:
+        hidden[token] = True
+    log_p = torch.log_softmax(logits.masked_fill(hidden, -math.inf), dim=-1)
+    return -log_p.gather(-1, labels.long()[:, None])[:, 0]
+
+
+def rotary(
+    x: Tensor,
+    position: Tensor,
+    base: float = 10000.0,
+    percent: float = 1.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Float64 x [S, H, d], turned by the positions [S]; its first int(d * percent) features only.
+
+    Feature pairs are (i, i + r/2) (GPT-NeoX, Megatron's default) or (2i, 2i + 1) (interleaved).
+    """
+    x = x.double()
+    turned = x.shape[-1] if percent >= 1.0 else int(x.shape[-1] * percent)
+    out = x.clone()
+    for pair in range(turned // 2):
+        i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + turned // 2)
+        angle = position.double()[:, None] * base ** (-2 * pair / turned)  # [S, 1]
+        out[..., i] = x[..., i] * angle.cos() - x[..., j] * angle.sin()
+        out[..., j] = x[..., j] * angle.cos() + x[..., i] * angle.sin()
+    return out
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """What `gpt` has to know beside the weights. Biases are there if they are in the weights."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    norm: str = "RMSNorm"  # or "LayerNorm"
+    eps: float = 1e-5
+    swiglu: bool = True
+    gelu: str = "none"  # exact erf; "tanh" is what Megatron's bias_gelu fusion computes
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    tied: bool = False
+    qk_layernorm: bool = False
+
+
+def gpt(
+    weights: dict[str, Tensor],
+    config: GPTShape,
+    ids: Tensor,
+    position: Tensor,
+    mask: Tensor | Sequence[Tensor],
+) -> Tensor:
+    """Logits, float64 [S, V], of ids [S]; names of `weights` as in Megatron's local spec.
+
+    Args:
+        weights: state dict of a GPTModel, any dtype; gradients reach it.
+        config: the shape of the network.
+        ids: token ids [S].
+        position: position ids [S].
+        mask: bool [S, S], True = sees; or one per layer.
+    """
+    masks = [mask] * config.layers if isinstance(mask, Tensor) else list(mask)
+    x = weights["embedding.word_embeddings.weight"].double()[ids]
+    for n, layer_mask in zip(range(config.layers), masks, strict=True):
+        layer = f"decoder.layers.{n}."
+        y = _norm(weights, layer + "input_layernorm", config, x)
+        x = x + _self_attention(weights, layer + "self_attention.", config, y, position, layer_mask)
+        y = _norm(weights, layer + "pre_mlp_layernorm", config, x)
+        x = x + _mlp(weights, layer + "mlp.", config, y)
+    x = _norm(weights, "decoder.final_layernorm", config, x)
+    output = "embedding.word_embeddings.weight" if config.tied else "output_layer.weight"
+    return x @ weights[output].double().T
+
+
+def _self_attention(
+    weights: dict[str, Tensor],
+    name: str,
+    config: GPTShape,
+    x: Tensor,
+    position: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """[S, hidden] to [S, hidden]. linear_qkv holds, group after group: its q heads, k, v."""
+    rows, per_group = x.shape[0], config.heads // config.groups
+    qkv = _linear(weights, name + "linear_qkv", x)
+    qkv = qkv.view(rows, config.groups, per_group + 2, config.head_dim)
+    q = qkv[:, :, :per_group].reshape(rows, config.heads, config.head_dim)
+    k, v = qkv[:, :, per_group], qkv[:, :, per_group + 1]
+    if config.qk_layernorm:
+        q = _norm(weights, name + "q_layernorm", config, q)
+        k = _norm(weights, name + "k_layernorm", config, k)
+    turn = (config.rotary_base, config.rotary_percent, config.rotary_interleaved)
+    out = attention(rotary(q, position, *turn), rotary(k, position, *turn), v, mask)
+    return _linear(weights, name + "linear_proj", out.reshape(rows, -1))
+
+
+def _mlp(weights: dict[str, Tensor], name: str, config: GPTShape, x: Tensor) -> Tensor:
+    """[S, hidden] to [S, hidden]. With swiglu the first half of linear_fc1 is the gate."""
+    y = _linear(weights, name + "linear_fc1", x)
+    if config.swiglu:
+        gate, up = y.chunk(2, dim=-1)
+        y = gate * torch.sigmoid(gate) * up
+    elif config.gelu == "tanh":
+        y = y / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+    else:
+        y = y / 2 * (1 + torch.erf(y / math.sqrt(2)))
+    return _linear(weights, name + "linear_fc2", y)
+
+
+def _linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    y = x @ weights[name + ".weight"].double().T
+    bias = weights.get(name + ".bias")
+    return y if bias is None else y + bias.double()
+
+
+def _norm(weights: dict[str, Tensor], name: str, config: GPTShape, x: Tensor) -> Tensor:
+    """RMSNorm or LayerNorm over the last dimension."""
+    if config.norm == "LayerNorm":
+        x = x - x.mean(dim=-1, keepdim=True)
+    y = x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + config.eps)
+    y = y * weights[name + ".weight"].double()
+    bias = weights.get(name + ".bias")
+    return y if bias is None else y + bias.double()
+
+
+# --- the loss ------------------------------------------------------------------------------------
+
+
+class Bound(NamedTuple):
+    """Loss sum (differentiable), its count, and what was done to each packed position [T]."""
+
+    total: Tensor  # float64 scalar: sum of weight * CE
+    count: int  # supervised tokens, corrupted or not
+    table: dict[str, Tensor]  # [T] each: corrupted (-1: no row), masked, p, weight, ce (0: no row)
+
+
+def noise(t: float, schedule: str = "linear") -> tuple[float, float]:
+    """Probability p(t) that a token is corrupted, and its derivative p'(t)."""
+    if schedule == "linear":
+        return t, 1.0
+    assert schedule == "cosine", schedule
+    return 1 - math.cos(math.pi * t / 2), math.pi / 2 * math.sin(math.pi * t / 2)
+
+
+def bound(
+    weights: dict[str, Tensor],
+    config: GPTShape,
+    tokens: Sequence[int] | Tensor,
+    document: Sequence[int] | Tensor,
+    block_size: int,
+    t: Sequence[float] | Tensor,
+    u: Sequence[float] | Tensor,
+    *,
+    mask_id: int,
+    vocab: int,
+    weighting: str = "bound",
+    schedule: str = "linear",
+    supervised: Sequence[bool] | Tensor | None = None,
+    clean_relation: str = "block",
+    own_relation: str = "bidirectional",
+    window: int | None = None,
+    exclude_mask_logit: bool = False,
+) -> Bound:
+    """The BDLM loss with absorbing noise and "same" alignment, from its definition.
+
+    Args:
+        weights: state dict of a GPTModel (see `gpt`).
+        config: the shape of the network.
+        tokens: clean ids [T].
+        document: ordinal of each position [T], -1 for padding.
+        block_size: tokens in a block.
+        t: noise level of each global block [N] (see `block_of`).
+        u: one uniform draw a position [T]; a token of block b is masked if u < p(t[b]).
+        mask_id: what a masked token becomes.
+        vocab: true vocabulary size.
+        weighting: of a masked token: "bound" p'(t)/p(t), "one" 1, "inverse_p" 1/p(t).
+        schedule: "linear" p = t, or "cosine" p = 1 - cos(pi t / 2).
+        supervised: bool [T]; only these are corrupted and scored, and only their blocks have
+            corrupted rows. Default: all but padding.
+        clean_relation: see `visible`.
+        own_relation: see `visible`.
+        window: see `visible`; the same in every layer.
+        exclude_mask_logit: the mask token cannot be predicted.
+    """
+    assert weighting in ("bound", "one", "inverse_p"), weighting
+    tokens, document = _ints(tokens), _ints(document)
+    length, block = len(tokens), block_of(document, block_size)
+    scored = [True] * length if supervised is None else [bool(s) for s in supervised]
+    scored = [s and b >= 0 for s, b in zip(scored, block, strict=True)]
+
+    table = {
+        "corrupted": torch.full([length], -1),
+        "masked": torch.zeros(length, dtype=torch.bool),
+        "p": torch.zeros(length, dtype=torch.float64),
+        "weight": torch.zeros(length, dtype=torch.float64),
+        "ce": torch.zeros(length, dtype=torch.float64),
+    }
+    rows = corrupted_rows(document, block_size, scored)
+    for i in rows:
+        p, slope = noise(float(t[block[i]]), schedule)
+        masked = scored[i] and float(u[i]) < p
+        table["corrupted"][i] = mask_id if masked else tokens[i]
+        table["masked"][i] = masked
+        table["p"][i] = p
+        if masked:
+            table["weight"][i] = {"bound": slope / p, "one": 1.0, "inverse_p": 1 / p}[weighting]
+
+    at = torch.tensor(rows, dtype=torch.long)
+    clean = torch.tensor(tokens, dtype=torch.long)
+    position = torch.tensor(positions(document), dtype=torch.long)
+    mask = visible(
+        document,
+        block_size,
+        clean_relation=clean_relation,
+        own_relation=own_relation,
+        window=window,
+        corrupted=rows,
+    )
+    ids = torch.cat([clean, table["corrupted"][at]])
+    logits = gpt(weights, config, ids, torch.cat([position, position[at]]), mask)[length:]
+    excluded = [mask_id] if exclude_mask_logit else []
+    masked_rows = table["masked"][at]
+    scored_at = at[masked_rows]
+    ce = cross_entropy(logits[masked_rows], clean[scored_at], vocab, excluded)
+    table["ce"][scored_at] = ce.detach()
+    return Bound((table["weight"][scored_at] * ce).sum(), sum(scored), table)
