@@ -1,0 +1,1 @@
+"""Command line tools: python -m megatron_bp.tools.NAME."""

@@ -1,0 +1,321 @@
+"""The whole model through Megatron's DDP and schedule on n ranks, for tests to compare.
+
+`step_on_rank` is the function for `run_ranks`; `oracle_step` computes the same from definitions.
+Weights come from their names, so that every layout starts from one checkpoint.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import oracle
+import torch
+from cases import Case, sample_of
+from faults import plant
+from torch import Tensor
+from traffic import Sent, recording
+
+VOCABULARY = 50
+SEED = 5
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, its oracle's view of it, and a batch of packed rows (one a micro-batch)."""
+
+    gpt: oracle.GPTShape
+    rows: tuple[Case, ...]
+    vocabulary: int = VOCABULARY
+    divisible_by: int = 16
+    weighting: str = "bound"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def mask_id(self) -> int:
+        return self.vocabulary - 1
+
+
+LLAMA = oracle.GPTShape(layers=2, hidden=32, heads=4, groups=2, head_dim=8)
+QWEN3 = oracle.GPTShape(
+    layers=2, hidden=24, heads=6, groups=2, head_dim=8, eps=1e-6, tied=True, qk_layernorm=True
+)
+GPT = oracle.GPTShape(
+    layers=2, hidden=32, heads=4, groups=4, head_dim=8, norm="LayerNorm", swiglu=False, tied=True
+)
+PACKED = Case((5, 6, 13, 1), 4, padding=3)
+SHAPES = {
+    "llama": Shape(LLAMA, (PACKED, Case((24,), 4), Case((9, 15), 4), PACKED)),
+    "qwen3, token-causal, prompts": Shape(
+        QWEN3, (Case((10, 8, 9), 4, prompts=(0, 2), clean_relation="token"),) * 4
+    ),
+    "gpt, window, causal units, weight one": Shape(
+        GPT,
+        (Case((19, 14), 4, window=5, own_relation="causal"),) * 4,
+        weighting="one",
+        extra={"add_bias_linear": True, "window_size": (4, 0)},
+    ),
+    "fewer units than ranks, nothing supervised": Shape(
+        LLAMA, (Case((3,), 4), Case((10, 6), 4, prompts=(0, 1)), Case((1,), 4), Case((9,), 4))
+    ),
+}
+
+
+def weights_of(state: dict[str, Tensor]) -> None:
+    """Set every parameter, in place, to values that depend on its name and shape alone."""
+    for name, tensor in state.items():
+        seed = sum(ord(c) * (i + 1) for i, c in enumerate(name)) % 2**31
+        generator = torch.Generator().manual_seed(seed)
+        value = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.15
+        if "norm" in name and name.endswith("weight"):
+            value = 1 + value
+        tensor.copy_(value)
+
+
+def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
+    """The model on this rank, wrapped in Megatron's DDP; parallel state stands already."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_bp.model.config import BDLMModelBuilder, BDLMModelConfig
+
+    model_parallel_cuda_manual_seed(1)
+    gpt = shape.gpt
+    slot = torch.distributed.get_world_size() if SLOT is None else SLOT
+    settings: dict[str, Any] = {
+        "num_layers": gpt.layers,
+        "hidden_size": gpt.hidden,
+        "num_attention_heads": gpt.heads,
+        "num_query_groups": gpt.groups,
+        "kv_channels": gpt.head_dim,
+        "ffn_hidden_size": 40,
+        "normalization": gpt.norm,
+        "layernorm_epsilon": gpt.eps,
+        "gated_linear_unit": gpt.swiglu,
+        "activation_func": torch.nn.functional.silu if gpt.swiglu else torch.nn.functional.gelu,
+        "qk_layernorm": gpt.qk_layernorm,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "transformer_impl": "local",
+        "context_parallel_size": slot,
+        "calculate_per_token_loss": True,
+    }
+    config = BDLMModelConfig(
+        transformer=TransformerConfig(**(settings | shape.extra)),
+        vocab_size=shape.vocabulary,
+        make_vocab_size_divisible_by=shape.divisible_by,
+        should_pad_vocab=True,
+        share_embeddings_and_output_weights=gpt.tied,
+        position_embedding_type="rope",
+        rotary_percent=gpt.rotary_percent,
+        rotary_base=int(gpt.rotary_base),
+        block_parallel_size=slot,
+        clean_shard_size=slot,
+    )
+    (model,) = BDLMModelBuilder(config).build_distributed_models(
+        ProcessGroupCollection.use_mpu_process_groups(),
+        DistributedDataParallelConfig(use_distributed_optimizer=False),
+        wrap_with_ddp=ddp,
+        data_parallel_random_init=False,
+        mixed_precision_wrapper=None,
+    )
+    with torch.no_grad():
+        weights_of(dict(model.named_parameters()))
+    return model
+
+
+SLOT: int | None = None
+
+
+def settings_of(case: Case, shape: Shape, slot: int) -> Any:
+    from megatron_bp.diffusion.objective import Objective
+    from megatron_bp.sequence.plan import SequenceOptions
+    from megatron_bp.training.step import StepSettings
+
+    return StepSettings(
+        sequence=SequenceOptions(
+            case.block_size,
+            slot,
+            slot,
+            clean_relation=case.clean_relation,
+            own_relation=case.own_relation,
+        ),
+        objective=Objective(shape.mask_id, shape.vocabulary, seed=SEED, weighting=shape.weighting),
+        check_for_nan=False,
+    )
+
+
+def batches_of(shape: Shape) -> list[dict[str, Tensor]]:
+    """The rows as Megatron's DataLoader hands them over."""
+    from megatron_bp.batch.dataset import SampleDataset
+    from megatron_bp.data.document import Document
+
+    class Rows:
+        def __len__(self) -> int:
+            return len(shape.rows)
+
+        def __getitem__(self, idx: int) -> dict[str, Any]:
+            sample = sample_of(shape.rows[idx], shape.vocabulary - 1, seed=idx)
+            used = sample.document >= 0
+            return {
+                "documents": tuple(
+                    Document(
+                        sample.tokens[used & (sample.document == d)],
+                        sample.supervised[used & (sample.document == d)],
+                        1000 * idx + d,
+                    )
+                    for d in range(len(sample.document_keys))
+                )
+            }
+
+    lengths = [sum(c.lengths) + c.padding for c in shape.rows]
+    sets = [SampleDataset(Rows(), length, 0) for length in lengths]
+    collate = torch.utils.data.default_collate
+    return [collate([sets[i][i]]) for i in range(len(lengths))]
+
+
+def step_on_rank(
+    rank: int,
+    world: int,
+    shape: Shape,
+    slot: int,
+    recompute: bool = False,
+    fault: str | None = None,
+) -> dict[str, Any]:
+    """One step: (sum, count) over all rows, and every parameter's gradient before clipping.
+
+    `slot` ranks share a sequence; the rest is data parallel, which deals out the micro-batches.
+    """
+    global SLOT
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    from megatron_bp.training.step import forward_step
+
+    mpu.initialize_model_parallel(context_parallel_size=slot)
+    SLOT = slot
+    if recompute:
+        shape = Shape(
+            **{
+                **shape.__dict__,
+                "extra": shape.extra
+                | {
+                    "recompute_granularity": "full",
+                    "recompute_method": "uniform",
+                    "recompute_num_layers": 1,
+                },
+            }
+        )
+    model = build(shape)
+    config = get_model_config(model)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.timers = None
+    data = world // slot
+    mine = batches_of(shape)[mpu.get_data_parallel_rank() :: data]
+    init_num_microbatches_calculator(rank, None, len(shape.rows), 1, data, False)
+    model.zero_grad_buffer()
+    sent: list[Sent] = []
+    with plant(fault, rank), recording(sent):
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(forward_step, settings_of(shape.rows[0], shape, slot)),
+            data_iterator=iter(mine),
+            model=[model],
+            num_microbatches=len(mine),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    total = torch.stack([x["diffusion loss"] for x in losses]).sum(0)
+    torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group(True))
+    return {
+        "loss": (total[0] / max(1.0, total[1].item())).item(),
+        "count": int(total[1]),
+        "sent": sent,
+        "grads": {
+            name.removeprefix("module."): p.main_grad.clone()
+            for name, p in model.named_parameters()
+        },
+        "weights": {
+            name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()
+        },
+    }
+
+
+def draws_of(case: Case, key: int) -> tuple[list[float], list[float]]:
+    """t of each block and u of each position, from the project's noise: the oracle's only input."""
+    from megatron_bp.diffusion.noise import NoiseKey, Purpose, uniform
+
+    t, u = [], []
+    for ordinal, length in enumerate(case.lengths):
+        noise = NoiseKey(SEED, 0, 0, key + ordinal, 0)
+        blocks = -(-length // case.block_size)
+        level = 1e-3 + (1 - uniform(noise, Purpose.LEVEL, 0, blocks)) * (1 - 1e-3)
+        t += level.astype("float32").tolist()
+        u += uniform(noise, Purpose.MASK, 0, length).tolist()
+    return t, u + [1.0] * case.padding
+
+
+def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """The same step from the definitions, dense, float64, one process."""
+    leaves = {name: w.double().requires_grad_() for name, w in weights.items()}
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for i, case in enumerate(shape.rows):
+        sample = sample_of(case, shape.vocabulary - 1, seed=i)
+        t, u = draws_of(case, 1000 * i)
+        row = oracle.bound(
+            leaves,
+            shape.gpt,
+            sample.tokens.tolist(),
+            sample.document.tolist(),
+            case.block_size,
+            t,
+            u,
+            mask_id=shape.mask_id,
+            vocab=shape.vocabulary,
+            weighting=shape.weighting,
+            supervised=sample.supervised.tolist(),
+            clean_relation=case.clean_relation,
+            own_relation=case.own_relation,
+            window=case.window,
+        )
+        total, count = total + row.total, count + row.count
+    loss = total / max(1, count)
+    if loss.requires_grad:
+        loss.backward()
+    grads = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in leaves.items()}
+    return {"loss": loss.item(), "count": count, "grads": grads}
+
+
+def worst_gradient(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
+    """max over parameters of ||g - g0|| / max(||g0||, floor), and the parameter's name.
+
+    The floor, 1e-3 of the largest norm, keeps a parameter whose gradient all but vanishes from
+    being judged by its rounding alone.
+    """
+    assert got.keys() == want.keys()
+    floor = 1e-3 * max(g.double().norm().item() for g in want.values())
+    errors = {
+        name: ((got[name].double() - g.double()).norm() / max(g.double().norm(), floor or 1.0))
+        for name, g in want.items()
+    }
+    name = max(errors, key=lambda n: errors[n])
+    return float(errors[name]), name
+
+
+def check_step(got: dict[str, Any], want: dict[str, Any], where: str) -> None:
+    """The same loss, count and gradients: the one comparison that every layout has to pass."""
+    assert got["count"] == want["count"], where
+    assert abs(got["loss"] - want["loss"]) <= 1e-6 * abs(want["loss"]), where
+    error, parameter = worst_gradient(got["grads"], want["grads"])
+    assert error < TOLERANCE, f"{where}: {parameter} {error}"
