@@ -293,6 +293,8 @@ def _serve(connection: Any, output: str) -> None:
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    # Daemonic, so that they end with pytest; but Megatron's checkpoint writer starts processes.
+    multiprocessing.current_process()._config["daemon"] = False
     environment, argv = dict(os.environ), list(sys.argv)
     while True:
         try:

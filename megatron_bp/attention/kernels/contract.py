@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+SMALL_TILE = 64
+
 
 class RowTile(NamedTuple):
     """Rows [row_lo, row_hi) and the keys they see.
@@ -43,7 +45,11 @@ class Intervals:
 
 
 def row_tiles(lo: NDArray[np.int32], hi: NDArray[np.int32], tile_rows: int) -> tuple[RowTile, ...]:
-    """The tile map of rows whose intervals are [lo, hi)."""
+    """The tile map of rows whose intervals are [lo, hi), of at most `tile_rows` rows a tile.
+
+    Rows that see little (a block's own rows) get small tiles, which waste less on what they hide.
+    """
+    tile_rows = min(tile_rows, max(SMALL_TILE, 4 * int(np.median(hi - lo))))
     tiles = []
     for first in range(0, len(lo), tile_rows):
         last = min(first + tile_rows, len(lo))

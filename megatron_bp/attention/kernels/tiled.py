@@ -8,6 +8,8 @@ Gimelshein, arXiv 1805.02867; tiling and backward: FlashAttention, arXiv 2205.14
 # Shapes: H key heads, G query heads a key head, n rows (t in a tile), K keys (c in a tile),
 # D head dimension.
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -89,10 +91,17 @@ def backward(
 
 
 def _key_tiles(tile: RowTile) -> list[tuple[int, int]]:
-    """[first, last) of each tile of keys that some row of the tile sees."""
+    """[first, last) of each tile of keys that some row of the tile sees.
+
+    Cut where the keys that all rows see begin and end, so that masks are as small as they can be.
+    """
+    cuts = [tile.key_lo, tile.full_lo, tile.full_hi, tile.key_hi]
+    if tile.full_lo >= tile.full_hi:
+        cuts = [tile.key_lo, tile.key_hi]
     return [
-        (first, min(first + TILE_KEYS, tile.key_hi))
-        for first in range(tile.key_lo, tile.key_hi, TILE_KEYS)
+        (first, min(first + TILE_KEYS, stop))
+        for start, stop in pairwise(cuts)
+        for first in range(start, stop, TILE_KEYS)
     ]
 
 

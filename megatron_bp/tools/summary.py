@@ -1,0 +1,73 @@
+"""A run in a few lines: its bounds against the data's unigram entropy, its speed and its traffic.
+
+`python -m megatron_bp.tools.summary RUN --data PREFIX` reads RUN/metrics.jsonl and PREFIX.json.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def summarize(rows: list[dict[str, Any]], data: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) lines of the table.
+
+    Args:
+        rows: the run's metrics, as `training.metrics` writes them.
+        data: what `tools.prepare` says of the data.
+
+    Raises:
+        ValueError: the run has no training step or no validation bound.
+    """
+    steps = [r for r in rows if r["kind"] == "train"]
+    bounds = [r for r in rows if r["kind"] == "validation" and "bound_bits_per_token" in r]
+    if not steps or not bounds:
+        raise ValueError(
+            f"{len(steps)} training steps and {len(bounds)} validation bounds: run some of each "
+            f"(--eval-interval, --eval-iters, --loss-weighting bound)"
+        )
+    per_byte = data["tokens"] / data["bytes"]
+    entropy = data["unigram_bits_per_byte"]
+    first, last = (r["bound_bits_per_token"] * per_byte for r in (bounds[0], bounds[-1]))
+    warm = steps[1:] or steps  # the first step after a start waits for much else
+
+    def middle(key: str) -> float:
+        return statistics.median(r[key] for r in warm)
+
+    return [
+        (f"validation bound, step {bounds[0]['iteration']}", f"{first:.3f} bits/byte"),
+        (f"validation bound, step {bounds[-1]['iteration']}", f"{last:.3f} bits/byte"),
+        ("unigram entropy of the data", f"{entropy:.3f} bits/byte"),
+        ("last bound / unigram entropy", f"{last / entropy:.3f}"),
+        ("clean tokens/s (median step)", f"{middle('clean_tokens_per_second'):,.0f}"),
+        ("bytes exchanged per step, all ranks", f"{middle('bytes_sent'):,.0f}"),
+        ("balance, worst/mean cost of a rank", f"{middle('balance'):.3f}"),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table; exit with 1 if the last bound is above --at-most x the entropy."""
+    parser = argparse.ArgumentParser("python -m megatron_bp.tools.summary", description=__doc__)
+    parser.add_argument("run", type=Path, help="folder of the run (its --save)")
+    parser.add_argument("--data", required=True, metavar="PREFIX", help="prefix of the data")
+    parser.add_argument("--at-most", type=float, metavar="X", help="fail if the ratio is larger")
+    options = parser.parse_args(argv)
+    try:
+        lines = (options.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        data = json.loads(Path(f"{options.data}.json").read_text(encoding="utf-8"))
+        table = summarize([json.loads(line) for line in lines], data)
+    except (OSError, ValueError) as error:
+        sys.exit(f"summary: error: {error}")
+    width = max(len(name) for name, _ in table)
+    for name, value in table:
+        print(f"  {name:<{width}}  {value:>18}")
+    ratio = float(dict(table)["last bound / unigram entropy"])
+    if options.at_most is not None and ratio > options.at_most:
+        sys.exit(f"summary: the ratio {ratio} is above {options.at_most}: the model did not learn")
+
+
+if __name__ == "__main__":
+    main()

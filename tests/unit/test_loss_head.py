@@ -1,0 +1,205 @@
+"""The loss head: weighted cross-entropy in chunks against the oracle, and its peak memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_bp.model.output import Scored, loss_head, scored_rows, weighted_cross_entropy
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY, HIDDEN, ROWS = 300, 16, 11
+
+
+def inputs(
+    rows: int = ROWS, padded: int = VOCABULARY, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight (its first rows the same whatever the padding), labels, weights."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden, weight, weights = normal(rows, HIDDEN), normal(VOCABULARY, HIDDEN), normal(rows).exp()
+    labels = torch.randint(VOCABULARY, (rows,), generator=generator)
+    weight = torch.cat([weight, 3 * normal(padded - VOCABULARY, HIDDEN)])
+    return hidden.to(dtype), weight.to(dtype), labels, weights.float()
+
+
+def grads(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def ours(
+    hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, rows_a_chunk: int = 3
+) -> list[Tensor]:
+    """[loss, gradient of hidden, gradient of weight]."""
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    loss = weighted_cross_entropy(*leaves, labels, weights, VOCABULARY, VOCABULARY * rows_a_chunk)
+    return [loss.detach(), *grads(loss, *leaves)]
+
+
+def dense(hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
+    leaves = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    ce = oracle.cross_entropy(leaves[0] @ leaves[1].T, labels, VOCABULARY)
+    loss = (weights.double() * ce).sum()
+    return [loss.detach(), *grads(loss, *leaves)]
+
+
+@pytest.mark.parametrize("rows_a_chunk", [1, 3, ROWS, 1000])
+def test_value_and_gradients_are_the_oracles(rows_a_chunk: int) -> None:
+    for got, want in zip(ours(*inputs(), rows_a_chunk), dense(*inputs()), strict=True):
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_chunk_holds_no_more_logits_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, real = [], torch.logsumexp
+
+    def logsumexp(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        sizes.append(len(x))
+        return real(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "logsumexp", logsumexp)
+    ours(*inputs(), 4)
+    assert sizes == [4, 4, 3]
+
+
+def test_gradients_are_scaled_by_what_comes_from_above() -> None:
+    hidden, weight, labels, weights = inputs()
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = weighted_cross_entropy(*leaves, labels, weights, VOCABULARY)
+    for got, want in zip(grads(loss * -2.5, *leaves), dense(*inputs())[1:], strict=True):
+        torch.testing.assert_close(got, -2.5 * want, rtol=1e-9, atol=1e-9)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, labels, weights = inputs(dtype=torch.float32)
+    got = ours(hidden * 1e3, weight, labels, weights)
+    for ours_, want in zip(got, dense(hidden * 1e3, weight, labels, weights), strict=True):
+        torch.testing.assert_close(ours_.double(), want, rtol=1e-4, atol=1e-3)
+
+
+def test_no_scored_row_gives_zero_and_a_backward_that_runs() -> None:
+    loss, dhidden, dweight = ours(*inputs(rows=0))
+    assert loss == 0
+    assert dhidden.shape == (0, HIDDEN)
+    assert dweight.shape == (VOCABULARY, HIDDEN)
+    assert not dweight.any()
+
+
+@pytest.mark.parametrize("padded", [384, 512])
+def test_padding_of_the_vocabulary_takes_no_part(padded: int) -> None:
+    loss, dhidden, dweight = ours(*inputs(padded=padded))
+    want_loss, want_dhidden, want_dweight = dense(*inputs())
+    torch.testing.assert_close(loss, want_loss, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(dhidden, want_dhidden, rtol=1e-9, atol=1e-9)
+    assert dweight.shape == (padded, HIDDEN)
+    torch.testing.assert_close(dweight[:VOCABULARY], want_dweight, rtol=1e-9, atol=1e-9)
+    assert torch.equal(dweight[VOCABULARY:], torch.zeros(padded - VOCABULARY, HIDDEN).double())
+
+
+def test_without_gradients_the_value_is_the_same_and_nothing_is_kept() -> None:
+    hidden, weight, labels, weights = inputs()
+    with torch.no_grad():
+        loss = weighted_cross_entropy(
+            hidden.requires_grad_(), weight.requires_grad_(), labels, weights, VOCABULARY
+        )
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, dense(*inputs())[0], rtol=1e-9, atol=1e-9)
+
+
+def test_bfloat16_is_within_twice_the_error_of_plain_pytorch() -> None:
+    hidden, weight, labels, weights = inputs(rows=64, dtype=torch.bfloat16)
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    ce = F.cross_entropy(leaves[0] @ leaves[1].T, labels, reduction="none")
+    loss = (weights * ce).sum()
+    plain = [loss.detach(), *grads(loss, *leaves)]
+    want = dense(hidden, weight, labels, weights)
+    for got, other, exact in zip(ours(hidden, weight, labels, weights), plain, want, strict=True):
+        error, budget = ((x.double() - exact).norm() for x in (got, other))
+        assert error <= 2 * budget
+        assert error < 0.02 * exact.norm()
+
+
+def test_the_sum_is_float32_and_the_gradients_keep_their_dtype() -> None:
+    loss, dhidden, dweight = ours(*inputs(dtype=torch.bfloat16))
+    assert (loss.dtype, dhidden.dtype, dweight.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_head_scores_the_chosen_rows(tied: bool) -> None:
+    hidden, weight, labels, _ = inputs()
+    weights = torch.tensor([0.0, 2.0, 0.0, 0.5] + [0.0] * (ROWS - 4))
+    scored = scored_rows(labels, weights, VOCABULARY)
+    assert scored.rows.tolist() == [1, 3]
+    layer = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
+    leaf = hidden.clone().requires_grad_()
+    with torch.no_grad():
+        layer.weight.copy_(weight if not tied else torch.zeros_like(weight))
+    loss = loss_head(
+        hidden_states=leaf[:, None],
+        output_layer=layer,
+        output_weight=weight if tied else None,
+        context=scored,
+        anything_else=None,
+    )
+    want, want_dhidden, _ = dense(hidden, weight, labels, weights)
+    torch.testing.assert_close(loss.detach(), want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(grads(loss, leaf)[0], want_dhidden, rtol=1e-9, atol=1e-9)
+
+
+def test_scored_rows_move_as_one() -> None:
+    scored = scored_rows(torch.tensor([4, 5, 6]), torch.tensor([0.0, 1.0, 2.0]), 300)
+    moved = scored.to(torch.device("meta"))
+    assert isinstance(moved, Scored)
+    assert {moved.rows.device.type, moved.labels.device.type, moved.weights.device.type} == {"meta"}
+    assert moved.vocabulary == 300
+
+
+PEAK = """
+import resource, torch
+from megatron_bp.model.output import weighted_cross_entropy
+torch.set_num_threads(2)
+rows, vocabulary, hidden = {rows}, {vocabulary}, 64
+h = torch.randn(rows, hidden, requires_grad=True)
+w = (torch.randn(vocabulary, hidden) / 8).requires_grad_()
+labels, weights = torch.randint(vocabulary, (rows,)), torch.ones(rows)
+weighted_cross_entropy(h[:2], w[:256], labels[:2] % 256, weights[:2], 256).backward()
+h.grad = w.grad = None
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+weighted_cross_entropy(h, w, labels, weights, vocabulary).backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def peak_growth(rows: int, vocabulary: int) -> int:
+    """Bytes by which the peak of a fresh process grows in a forward and backward."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK.format(rows=rows, vocabulary=vocabulary)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(run.stdout.split()[-1]) * 1024
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "limit"),
+    [(16 * 1024, 0.6e9), pytest.param(128 * 1024, 1.5e9, marks=pytest.mark.slow)],
+)
+def test_peak_memory_is_that_of_one_chunk(vocabulary: int, limit: float) -> None:
+    """Whole logits of these 16K rows would be 1.07 and 8.6 GB, and their gradient as much again."""
+    assert peak_growth(16 * 1024, vocabulary) < limit
