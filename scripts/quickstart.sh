@@ -31,17 +31,17 @@ train() {
     sed -E 's/ \| (elapsed|consumed|number|global batch|loss scale)[^|]*//g'
 }
 
+rm -rf "$run"
+mkdir -p "$run"
 if [ ! -f "$data.idx" ]; then
   say "preparing data"
   stdlib=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
   "$python" -m megatron_bp.tools.prepare --input "$stdlib" --suffix .py \
-    --exclude '*/site-packages/*' --max-bytes 8000000 --output-prefix "$data" 2> "$data.log" ||
-    { cat "$data.log" >&2; exit 1; }
+    --exclude '*/site-packages/*' --max-bytes 8000000 --output-prefix "$data" 2> "$run/prepare.log" ||
+    { cat "$run/prepare.log" >&2; exit 1; }
 fi
-rm -rf "$run"
-mkdir -p "$run"
 say "training: first half"
-train first --exit-interval 120
+train first --exit-interval 160
 say "training: resumed from the checkpoint"
 train second
 say "done: checkpoints and metrics.jsonl are in $run"
