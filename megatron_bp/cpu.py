@@ -179,9 +179,8 @@ def _redirect_cuda() -> None:
         memory_stats=_memory_stats,
         current_device=lambda: 0,
         device_count=lambda: 1,  # at 0 Megatron makes no process groups and seeds nothing
-        is_available=lambda: (
-            False
-        ),  # stays so: with PYTORCH_NVML_BASED_CUDA_CHECK it counts devices
+        # As it is, but fixed: with PYTORCH_NVML_BASED_CUDA_CHECK set it asks device_count.
+        is_available=lambda: False,
         get_device_capability=lambda *args: (0, 0),
         get_device_properties=lambda *args: SimpleNamespace(name="cpu", major=0, minor=0),
         Stream=_Stream,

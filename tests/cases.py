@@ -10,7 +10,11 @@ from megatron_bp.sequence.packing import Sample, pack
 
 @dataclass(frozen=True)
 class Case:
-    """A packed row and how it is seen; `prompts` are documents without any supervised token."""
+    """A packed row and how it is seen.
+
+    `prompts` are documents without any supervised token. `first` is the number of the first
+    document: tokens and key of a document follow from its number, whatever it is packed with.
+    """
 
     lengths: tuple[int, ...]
     block_size: int
@@ -22,6 +26,7 @@ class Case:
     heads: int = 4
     groups: int = 2
     head_dim: int = 8
+    first: int = 0
 
 
 CASES = {
@@ -44,11 +49,12 @@ CASES = {
 
 
 def sample_of(case: Case, vocabulary: int = 50, split: int = 0, seed: int = 0) -> Sample:
-    """The case's packed row with random tokens; document keys are 100, 101, ..."""
-    rng = np.random.default_rng(seed)
+    """The case's packed row with random tokens; document number n has key 100 + n."""
     documents = []
     for ordinal, length in enumerate(case.lengths):
+        number = case.first + ordinal
+        rng = np.random.default_rng([seed, number])
         tokens = rng.integers(0, vocabulary, length).astype(np.int32)
         supervised = np.full(length, ordinal not in case.prompts)
-        documents.append(Document(tokens, supervised, 100 + ordinal))
+        documents.append(Document(tokens, supervised, 100 + number))
     return pack(documents, sum(case.lengths) + case.padding, split=split)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 # Where the input of each collective stands among its arguments, and how many copies of which share
 # of it leave the rank: "all" of it to each of the others, or a "share" of 1/n to each.
 COLLECTIVES = {
+    "all_gather_single": (1, "all"),  # torch 2.13's name for the next
     "all_gather_into_tensor": (1, "all"),
     "all_to_all_single": (1, "share"),
     "reduce_scatter_tensor": (1, "share"),
@@ -22,6 +23,7 @@ COLLECTIVES = {
     "send": (0, "all"),
     "isend": (0, "all"),
 }
+CALLED = {"all_gather_single": "all_gather_into_tensor"}
 UNEXPECTED = (
     "gather",
     "scatter",
@@ -49,6 +51,8 @@ def recording(sent: list[Sent]) -> Iterator[None]:
     """Append every collective on more than one rank to `sent`; unknown ones raise."""
     with contextlib.ExitStack() as stack:
         for name, (place, how) in COLLECTIVES.items():
+            if not hasattr(dist, name):
+                continue
             stack.enter_context(mock.patch.object(dist, name, _wrap(name, place, how, sent)))
         for name in UNEXPECTED:
             stack.enter_context(mock.patch.object(dist, name, side_effect=AssertionError(name)))
@@ -69,7 +73,7 @@ def _wrap(name: str, place: int, how: str, sent: list[Sent]) -> Any:
         leaving = (ranks - 1) * size // (ranks if how == "share" else 1)
         nan = any(t.is_floating_point() and bool(torch.isnan(t).any()) for t in tensors)
         if ranks > 1:
-            sent.append(Sent(name, ranks, leaving, nan))
+            sent.append(Sent(CALLED.get(name, name), ranks, leaving, nan))
         return original(*args, **kwargs)
 
     return wrapped

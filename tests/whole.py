@@ -170,7 +170,7 @@ def batches_of(shape: Shape) -> list[dict[str, Tensor]]:
                     Document(
                         sample.tokens[used & (sample.document == d)],
                         sample.supervised[used & (sample.document == d)],
-                        1000 * idx + d,
+                        1000 * idx + shape.rows[idx].first + d,
                     )
                     for d in range(len(sample.document_keys))
                 )
@@ -272,7 +272,7 @@ def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
     total, count = torch.zeros((), dtype=torch.float64), 0
     for i, case in enumerate(shape.rows):
         sample = sample_of(case, shape.vocabulary - 1, seed=i)
-        t, u = draws_of(case, 1000 * i)
+        t, u = draws_of(case, 1000 * i + case.first)
         row = oracle.bound(
             leaves,
             shape.gpt,

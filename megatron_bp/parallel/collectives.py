@@ -3,7 +3,9 @@
 Shapes: n ranks of the group, W words a row. No autograd here: see attention/exchange.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +31,8 @@ def all_gather(rows: Tensor, group: dist.ProcessGroup) -> tuple[Pending, int]:
     """Every rank's rows [L, W] as [n, L, W], and the bytes this rank sends to the others."""
     n = group.size()
     out = rows.new_empty((n, *rows.shape))
-    work = dist.all_gather_into_tensor(
-        out.view(-1, *rows.shape[1:]), rows.contiguous(), group=group, async_op=True
-    )
+    flat = out.view(-1, *rows.shape[1:])
+    work = _all_gather()(flat, rows.contiguous(), group=group, async_op=True)
     return Pending(out, work), (n - 1) * rows.numel() * rows.element_size()
 
 
@@ -42,3 +43,16 @@ def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> tuple[Pending, int]:
     out = torch.empty_like(rows)
     work = dist.all_to_all_single(out, rows, group=group, async_op=True)
     return Pending(out, work), (n - 1) * rows[0].numel() * rows.element_size()
+
+
+def gather_numbers(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's vector [k] as [n, k], for reports; waits."""
+    every = numbers.new_empty((group.size(), len(numbers)))
+    _all_gather()(every.view(-1), numbers, group=group)
+    return every
+
+
+def _all_gather() -> Callable[..., Any]:
+    """Torch's gather into one tensor: torch 2.13 renamed it and warns of the old name."""
+    renamed = getattr(dist, "all_gather_single", None)
+    return renamed if renamed is not None else dist.all_gather_into_tensor

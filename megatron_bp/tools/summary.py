@@ -35,7 +35,7 @@ def summarize(rows: list[dict[str, Any]], data: dict[str, Any]) -> list[tuple[st
     warm = steps[1:] or steps  # the first step after a start waits for much else
 
     def middle(key: str) -> float:
-        return statistics.median(r[key] for r in warm)
+        return float(statistics.median(r[key] for r in warm))
 
     return [
         (f"validation bound, step {bounds[0]['iteration']}", f"{first:.3f} bits/byte"),

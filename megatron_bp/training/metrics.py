@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bp.attention.exchange import CleanExchange
+from megatron_bp.parallel.collectives import gather_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +125,7 @@ class Metrics:
         ]
         device = batches[0].loss.device
         local = torch.tensor(mine, dtype=torch.float64, device=device)
-        every = local.new_empty((group.size(), len(mine)))
-        dist.all_gather_into_tensor(every.view(-1), local, group=group)
+        every = gather_numbers(local, group)
         if self.path is None or dist.get_rank() != dist.get_world_size() - 1:
             return
         total = every.sum(0).tolist()

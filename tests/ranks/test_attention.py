@@ -150,3 +150,47 @@ def test_low_precision_stays_near_a_plain_softmax_of_the_same_type(dtype: torch.
         error = (got[name].double() - exact).abs().max()
         budget = 2 * (reference[name].double() - exact).abs().max() + torch.finfo(dtype).eps
         assert error <= budget, f"{name}: {error} against {budget}"
+
+
+def on_rank_uniform(rank: int, world: int, length: int) -> dict[str, torch.Tensor]:
+    """dV of case 6: constant K, upstream ones, blocks of 2."""
+    case = Case((length,), 2, heads=1, groups=1, head_dim=1)
+    plan = plan_of(case, world)
+    rows = local_rows(case, plan, rank)
+    clean, corrupted = plan.clean_positions(rank), corrupted_rows(plan, plan.owned_units(rank))
+    visible = visibility(plan, clean, corrupted, None, int((rows < 0).sum()))
+    view = make_view(visible, plan.chunks, rank, 256, torch.device("cpu"))
+    exchange = CleanExchange(dist.group.WORLD, shard_sizes(plan.chunks, world))
+    q, k, v = (torch.ones(len(rows), 1, 1, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    attend(q, k, v, view, exchange, tiled, SCALE).sum().backward()
+    return {"rows": rows, "dv": v.grad.flatten()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("length", "corrupted", "clean"),
+    [
+        (
+            8,
+            [1, 1, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 4, 1 / 4],
+            [19 / 6, 19 / 6, 5 / 3, 5 / 3, 5 / 6, 5 / 6, 1 / 4, 1 / 4],
+        ),
+        (
+            7,
+            [1, 1, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 7],
+            [62 / 21, 62 / 21, 61 / 42, 61 / 42, 13 / 21, 13 / 21, 1 / 7],
+        ),
+    ],
+)
+def test_value_gradients_known_by_hand(
+    world: int, length: int, corrupted: list[float], clean: list[float]
+) -> None:
+    """Case 6 of the known answers: every row hands 1 / (what it sees) to each key it sees."""
+    results = run_ranks(world, on_rank_uniform, length)
+    got = torch.cat([r["dv"] for r in results])
+    rows = torch.cat([r["rows"] for r in results])
+    got, rows = got[rows >= 0], rows[rows >= 0]
+    want = torch.tensor(clean + corrupted, dtype=torch.float64)
+    torch.testing.assert_close(got[rows.argsort()], want, rtol=0, atol=1e-12)
+    assert got.sum().item() == pytest.approx(2 * length)
