@@ -23,10 +23,12 @@ def main() -> None:
 
     from megatron_bp import arguments
     from megatron_bp.batch.dataset import build_datasets
+    from megatron_bp.training.host import prepare_megatron
     from megatron_bp.training.metrics import Metrics
     from megatron_bp.training.step import forward_step
 
     args = arguments.parse(sys.argv[1:])
+    prepare_megatron()
     metrics = Metrics(arguments.metrics_path(args), is_bound=args.loss_weighting == "bound")
     settings = arguments.settings(args, metrics)
     metrics.install(partial(parallel_state.get_data_parallel_group, with_context_parallel=True))

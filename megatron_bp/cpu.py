@@ -54,7 +54,7 @@ def install() -> None:
     Imports `megatron.training`; call it before anything else does.
 
     Raises:
-        RuntimeError: CUDA is present, or Megatron's compiled dataset helpers are not.
+        RuntimeError: CUDA is present.
     """
     global _installed
     if not needed():
@@ -267,59 +267,8 @@ def _redirect_megatron() -> None:
         ]
 
     _replace(writer.FileSystemWriterAsync, prepare_write_data=prepare_copies)
-    optimizer = importlib.import_module(f"{core}.optimizer.distrib_optimizer")
-    if not optimizer.HAVE_APEX_OR_TE:
-        _mend_torch_adam(optimizer.DistributedOptimizer)
-    try:
-        importlib.import_module(f"{core}.datasets.helpers_cpp")
-    except ImportError as error:
-        raise RuntimeError(
-            f"megatron.core.datasets.helpers_cpp does not import ({error}), and Megatron's data "
-            "sets need it: use the megatron-core wheel with CPython 3.12, or build it from "
-            "helpers.cpp there."
-        ) from error
-    datasets = importlib.import_module(f"{core}.datasets.utils")
-    _replace(datasets, compile_helpers=_nothing)  # runs make; the wheel has no Makefile
     training = importlib.import_module("megatron.training.training")
     initialize = functools.partial(training.initialize_megatron, allow_no_cuda=True)
     # Its warm-up for fused kernels, of which there are none, would draw from the one generator of a
     # CPU, as often as the row is long, between the seeding and the first weight.
     _replace(training, initialize_megatron=initialize, set_jit_fusion_options=_nothing)
-
-
-def _mend_torch_adam(distributed_optimizer: Any) -> None:
-    """Lets the distributed optimizer load a checkpoint into torch's Adam.
-
-    Megatron does so for Transformer Engine's Adam, which has one step count, and no longer for
-    torch's, which has one per parameter.
-    """
-    state_dict = distributed_optimizer.state_dict
-    load_state_dict = distributed_optimizer.load_state_dict
-    set_states = distributed_optimizer._set_main_param_and_optimizer_states
-
-    def state_dict_from_start(self: Any) -> Any:
-        """Before the first step there is no count yet; it asserts that there is one."""
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if not self.optimizer.state[param]:
-                    zeros = {key: torch.zeros_like(param.data) for key in self.optimizer_state_keys}
-                    self.optimizer.state[param] = {"step": torch.zeros(()), **zeros}
-        return state_dict(self)
-
-    def load_own_steps(self: Any, loaded: Any) -> None:
-        """It gives all parameters one tensor as their count, so each would advance all."""
-        load_state_dict(self, loaded)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-    def set_all_but_step(self: Any, param: Any, tensors: dict[str, Any]) -> None:
-        """The parameter groups hold the count; here comes the one before loading, or none."""
-        with torch.no_grad():  # missing around dp_reshardable; fp32 shards are views of leaves
-            set_states(self, param, {**tensors, "step": None})
-
-    _replace(
-        distributed_optimizer,
-        state_dict=state_dict_from_start,
-        load_state_dict=load_own_steps,
-        _set_main_param_and_optimizer_states=set_all_but_step,
-    )

@@ -5,6 +5,7 @@ handed to Megatron. Stands outside the order of the folders: it imports them, no
 """
 
 import argparse
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -13,14 +14,23 @@ from typing import Any
 from megatron_bp import cpu
 from megatron_bp.arguments.config_file import ConfigError, read_config, to_flags
 from megatron_bp.arguments.flags import USAGE, add_block_diffusion_flags, full_parser
-from megatron_bp.arguments.rules import RefusedError, refuse
+from megatron_bp.arguments.rules import RefusedError, refuse, refuse_world
+from megatron_bp.arguments.versions import VersionError, check_versions
 from megatron_bp.diffusion.objective import Objective
 from megatron_bp.model.config import BDLMModelConfig
 from megatron_bp.sequence.plan import SequenceOptions
 from megatron_bp.training.metrics import Metrics
 from megatron_bp.training.step import StepSettings
 
-__all__ = ["ConfigError", "RefusedError", "model_config", "parse", "resolve", "settings"]
+__all__ = [
+    "ConfigError",
+    "RefusedError",
+    "VersionError",
+    "model_config",
+    "parse",
+    "resolve",
+    "settings",
+]
 
 # Megatron's defaults that do not fit block diffusion, or the local spec without Apex.
 DEFAULTS: dict[str, str | None] = {
@@ -46,7 +56,8 @@ def parse(argv: list[str]) -> Namespace:
     from megatron.training import get_tokenizer
 
     try:
-        flags, real_length, clean_shard_size = resolve(argv)
+        check_versions()
+        flags, real_length, clean_shard_size = resolve(argv, int(os.environ.get("WORLD_SIZE", "1")))
         before, sys.argv = sys.argv, [sys.argv[0], *flags]
         try:
             args: Namespace = megatron.parse_and_validate_args(
@@ -64,8 +75,12 @@ def parse(argv: list[str]) -> Namespace:
     return args
 
 
-def resolve(argv: list[str]) -> tuple[list[str], int, int]:
+def resolve(argv: list[str], world_size: int | None = None) -> tuple[list[str], int, int]:
     """(flags for Megatron, real row length, CP in our sense) from our own command line.
+
+    Args:
+        argv: a config file or none, then flags.
+        world_size: ranks that were started, if they are to be checked against the degrees.
 
     Raises:
         ConfigError, RefusedError: bad input, before anything is started.
@@ -80,6 +95,8 @@ def resolve(argv: list[str]) -> tuple[list[str], int, int]:
     if "--context-parallel-size" not in given:
         args.context_parallel_size = args.block_parallel_size
     refuse(args)
+    if world_size is not None:
+        refuse_world(args, world_size)
     slot = max(args.block_parallel_size, args.context_parallel_size)
     # Megatron wants a length that its own context parallelism can cut: 2 x slot.
     rounded = -(-args.seq_length // (2 * slot)) * 2 * slot

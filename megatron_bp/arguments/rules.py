@@ -63,6 +63,27 @@ def _parallel(args: Namespace) -> None:
         )
 
 
+def refuse_world(args: Namespace, world_size: int) -> None:
+    """Check the degrees against the number of ranks that were started.
+
+    Raises:
+        RefusedError: they do not multiply to it.
+    """
+    slot = max(args.block_parallel_size, args.context_parallel_size)
+    if world_size % slot:
+        _no(
+            f"{world_size} ranks were started, and {slot} share a sequence (--block-parallel-size "
+            f"{args.block_parallel_size}): start a multiple of {slot} (torchrun --nproc-per-node), "
+            f"or change the degree"
+        )
+    data = world_size // slot
+    if args.global_batch_size is not None and args.global_batch_size % data:
+        _no(
+            f"--global-batch-size {args.global_batch_size}: {world_size} ranks work on {data} "
+            f"sequences at a time; make it a multiple of {data}"
+        )
+
+
 def _model(args: Namespace) -> None:
     if args.transformer_impl != "local":
         _no(f"--transformer-impl {args.transformer_impl}: not implemented yet; use local")

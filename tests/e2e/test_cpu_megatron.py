@@ -65,6 +65,9 @@ def main() -> None:
     from megatron_bp import cpu
 
     cpu.install()
+    from megatron_bp.training.host import prepare_megatron
+
+    prepare_megatron()
 
     import torch
     from megatron.core.enums import ModelType
