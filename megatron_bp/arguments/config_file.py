@@ -38,6 +38,8 @@ def read_config(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text ({error}); save it as UTF-8") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not valid YAML: {error}") from error
     content = {} if content is None else content
@@ -98,7 +100,8 @@ def _flag(option: str, action: argparse.Action, key: str, value: Any, source: st
         if value:
             return [option]
         if isinstance(action, argparse.BooleanOptionalAction):
-            return ["--no-" + option.removeprefix("--")]
+            negative = option.startswith("--no-")
+            return ["--" + option[5:] if negative else "--no-" + option[2:]]
         return []
     if isinstance(value, bool | dict):
         raise ConfigError(f"{source}: `{key}: {value}`: takes a value, not {value!r}")
@@ -106,6 +109,7 @@ def _flag(option: str, action: argparse.Action, key: str, value: Any, source: st
         if action.nargs is None:
             raise ConfigError(f"{source}: `{key}: {value}`: takes one value, not a list")
         return [option, *(str(item) for item in value)]
+    # One line of several values, "0.3 a 0.7 b": a name that holds blanks needs a YAML list.
     return [f"{option}={value}"] if action.nargs is None else [option, *str(value).split()]
 
 
@@ -117,12 +121,15 @@ def _names(path: Path, include: Any) -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice and reads 1e-3 as a number."""
+    """Safe YAML that refuses a key given twice or that is no name."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     for key in keys:
+        if not isinstance(key, str):
+            problem = f"the key {key!r} is not a name"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if keys.count(key) > 1:
             raise yaml.MarkedYAMLError(problem=f"{key} twice", problem_mark=node.start_mark)
     return {

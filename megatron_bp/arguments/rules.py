@@ -53,6 +53,11 @@ def _parallel(args: Namespace) -> None:
             "--hybrid-context-parallel and --hierarchical-context-parallel-sizes shard rows in a "
             "way that block parallelism replaces; use --block-parallel-size"
         )
+    if args.cp_comm_type != ["p2p"]:  # Megatron's default
+        _no(
+            f"--cp-comm-type {' '.join(args.cp_comm_type)}: chooses how mode CP exchanges, and "
+            f"that mode is not implemented yet; leave it out (CSBP has --clean-kv-exchange)"
+        )
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False):
             _no(f"--{name.replace('_', '-')}: not implemented yet; leave it out")
@@ -143,6 +148,8 @@ def _data(args: Namespace) -> None:
         )
     if args.seq_length is None or args.seq_length < 1:
         _no(f"--seq-length {args.seq_length}: give the packed length of a row in clean tokens")
+    if args.multiple_validation_sets:
+        _no("--multiple-validation-sets: not implemented yet; give one blend of validation data")
     if args.sft:
         _no("--sft: Megatron's own fine-tuning averages means of micro-batches; not supported")
     if args.mock_data:

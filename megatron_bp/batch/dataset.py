@@ -4,6 +4,7 @@ A Sample travels through Megatron's DataLoader as a dict of arrays (its default 
 into a batch of one); `sample_of` turns it back. Knows nothing of blocks, noise or ranks.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch import Tensor
 
 from megatron_bp.data.document import Document
-from megatron_bp.data.pretrain import DocumentDataset
+from megatron_bp.data.pretrain import DocumentDataset, blend_key
 from megatron_bp.sequence.packing import Sample, pack
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
@@ -53,10 +54,17 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
         """Sample `idx` as a dict of arrays; None is Megatron's batch padding (an empty row)."""
+        epoch = 0
         if idx is not None:
+            # A blend without weights holds each sample once: reading it again needs new noise.
+            epoch = idx // len(self.source) if self.split == TRAIN else 0
             idx = idx % len(self.source)
-        documents: tuple[Document, ...] = self.source[idx]["documents"]
-        sample = pack(documents, self.length, split=self.split)
+        item = self.source[idx]
+        documents: tuple[Document, ...] = item["documents"]
+        if "dataset_id" in item:  # of a blend: keys are stable in their own data set only
+            number = int(item["dataset_id"])
+            documents = tuple(replace(d, key=blend_key(number, d.key)) for d in documents)
+        sample = pack(documents, self.length, self.split, epoch)
         return {
             "tokens": sample.tokens,
             "document": sample.document,
@@ -109,6 +117,12 @@ def build_datasets(
                 f"the {name} split holds no row of {config.sequence_length} tokens (--split "
                 f"{config.split}); prepare more data, change --split, lower --seq-length, or set "
                 f"--eval-iters 0"
+            )
+        if split != TRAIN and evaluation is not None and len(source) < evaluation:
+            raise ValueError(
+                f"the validation or test split holds {len(source)} rows of "
+                f"{config.sequence_length} tokens, and an evaluation reads {evaluation}: prepare "
+                f"more data, change --split, or lower --eval-iters or --eval-global-batch-size"
             )
         if split != TRAIN and evaluation is not None:
             source = FirstSamples(source, evaluation)

@@ -12,7 +12,19 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron_bp.data.document import Document
 
-ORDINAL_BITS = 24  # a sample holds fewer than 2**24 pieces
+# A key's bits, from the top: data set of a blend (11), sample (32), piece of the sample (20).
+SAMPLE_BITS, PIECE_BITS = 32, 20
+
+
+def blend_key(dataset: int, key: int) -> int:
+    """The key of a document of data set number `dataset` of a blend.
+
+    Raises:
+        ValueError: the blend holds more data sets than keys have room for.
+    """
+    if dataset >= 1 << 63 - SAMPLE_BITS - PIECE_BITS:
+        raise ValueError(f"data set {dataset} of the blend: at most 2048 can be told apart; merge")
+    return dataset << SAMPLE_BITS + PIECE_BITS | key
 
 
 class DocumentDataset(GPTDataset):
@@ -29,6 +41,8 @@ class DocumentDataset(GPTDataset):
             return {"documents": ()}
         text, _, lengths = self._query_document_sample_shuffle_indices(idx)
         place = int(self.shuffle_index[idx])
+        assert place < 1 << SAMPLE_BITS
+        assert len(lengths) <= 1 << PIECE_BITS
         documents = []
         stop = 0
         for ordinal, length in enumerate(lengths):
@@ -36,6 +50,6 @@ class DocumentDataset(GPTDataset):
             if length == 0:
                 continue
             tokens = text[start:stop].astype(np.int32)
-            key = place << ORDINAL_BITS | ordinal
+            key = place << PIECE_BITS | ordinal
             documents.append(Document(tokens, np.ones(len(tokens), dtype=np.bool_), key))
         return {"documents": tuple(documents)}

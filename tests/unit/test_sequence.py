@@ -1,5 +1,6 @@
 """Packing, block grid, plan and visibility against the oracle, on every case and on random rows."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -8,7 +9,6 @@ import oracle
 import pytest
 import torch
 from cases import CASES, Case, sample_of
-from numpy.typing import NDArray
 
 from megatron_bp.data.document import Document
 from megatron_bp.sequence.blocks import block_grid
@@ -272,6 +272,15 @@ def test_visibility_of_random_rows_is_the_dense_mask(seed: int) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_an_interval_is_never_reversed(seed: int) -> None:
+    """A window that ends before the unit's block leaves an empty interval, not a negative one."""
+    sample, options, _ = random_row(seed)
+    visible = rows_of(make_plan(sample, options), 0, 2)
+    assert (visible.clean_lo <= visible.clean_hi).all()
+    assert (visible.own_lo <= visible.own_hi).all()
+
+
 @every_case
 def test_pairs_are_the_visible_entries(case: Case) -> None:
     sample, plan = sample_of(case), plan_of(case)
@@ -331,8 +340,14 @@ def test_visible_pairs_and_positions_of_two_documents() -> None:
 @every_case
 def test_cost_of_a_rank_is_its_visible_pairs_without_a_window(case: Case, ranks: int) -> None:
     plan = plan_of(case, ranks)
-    pairs: NDArray[np.int64] = np.array([rows_of(plan, r, None).pairs() for r in range(ranks)])
-    assert plan.cost.tolist() == pairs.tolist()
+    assert plan.cost.tolist() == [rows_of(plan, rank, None).pairs() for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cost_of_random_rows_is_their_visible_pairs(seed: int) -> None:
+    sample, options, _ = random_row(seed)
+    plan = make_plan(sample, replace(options, block_parallel_size=2, context_parallel_size=2))
+    assert plan.cost.tolist() == [rows_of(plan, rank, None).pairs() for rank in range(2)]
 
 
 @every_case

@@ -1,0 +1,418 @@
+"""Config files to flags, what is derived from the flags, and what is refused by name."""
+
+import argparse
+import contextlib
+import functools
+import io
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from ranks import run_ranks
+
+from megatron_bp import arguments
+from megatron_bp.arguments.config_file import ConfigError, read_config, to_flags
+from megatron_bp.arguments.flags import full_parser
+
+
+def write(folder: Path, **files: str) -> Path:
+    """NAME.yaml of each text; the path of the first."""
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    return folder / f"{next(iter(files))}.yaml"
+
+
+def small_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--swiglu", action="store_true")
+    parser.add_argument("--disable-bias-linear", action="store_false", dest="add_bias_linear")
+    parser.add_argument("--reuse", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--data-path", nargs="*")
+    parser.add_argument("--noise-interval", nargs=2, type=float)
+    return parser
+
+
+def flags_of(**values: Any) -> list[str]:
+    return to_flags(values, small_parser(), "run.yaml")
+
+
+# --- reading a config file -----------------------------------------------------------------------
+
+
+def test_sections_are_joined_and_empty_ones_hold_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, run="model:\n  num_layers: 4\nempty:\ntraining:\n  lr: 0.5\n")
+    assert read_config(path) == {"num_layers": 4, "lr": 0.5}
+
+
+def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
+    assert read_config(write(tmp_path, run="# nothing\n")) == {}
+
+
+def test_includes_are_relative_and_overridden_by_the_file(tmp_path: Path) -> None:
+    (tmp_path / "bases").mkdir()
+    write(
+        tmp_path / "bases", base="include: deep.yaml\na: {x: 1, y: 1}\n", deep="a: {x: 0, z: 0}\n"
+    )
+    path = write(tmp_path, run="b: {y: 2}\ninclude: bases/base.yaml\n")
+    assert read_config(path) == {"x": 1, "y": 2, "z": 0}
+
+
+def test_of_a_list_of_includes_the_later_wins(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, run="include: [one.yaml, two.yaml]\n", one="a: {x: 1, y: 1}\n", two="a: {x: 2}\n"
+    )
+    assert read_config(path) == {"x": 2, "y": 1}
+
+
+def test_a_file_may_be_included_twice_when_it_is_no_circle(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        run="include: [one.yaml, two.yaml]\n",
+        one="include: base.yaml\n",
+        two="include: base.yaml\n",
+        base="a: {x: 1}\n",
+    )
+    assert read_config(path) == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("include: run.yaml\n", "includes itself (run.yaml -> run.yaml)"),
+        ("include: other.yaml\n", "includes itself (run.yaml -> other.yaml -> run.yaml)"),
+        ("include: nowhere.yaml\n", "nowhere.yaml: cannot be read (No such file"),
+        ("include: 5\n", "`include: 5`: must be a file name or a list of them"),
+        ("include: [other.yaml, 5]\n", "must be a file name or a list of them"),
+        ("a: {x: 1}\nb: {x: 1}\n", "x is given twice"),
+        ("a:\n  x: 1\n  x: 2\n", "x twice"),
+        ("a: {x: 1}\na: {y: 1}\n", "a twice"),
+        ("num_layers: 4\n", "`num_layers: 4` stands outside any section"),
+        ("a: [1, 2]\n", "stands outside any section"),
+        ("- a\n- b\n", "holds a list, not a mapping"),
+        ("just words\n", "holds a str, not a mapping"),
+        ("a: {x: 1\n", "is not valid YAML"),
+        ("a: {5: 1}\n", "the key 5 is not a name"),
+        ("a: !!python/object:os.system {}\n", "is not valid YAML"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, text: str, words: str) -> None:
+    path = write(tmp_path, run=text, other="include: run.yaml\n")
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert words in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read \(No such file"):
+        read_config(tmp_path / "no.yaml")
+
+
+@pytest.mark.parametrize("text", [b"a: {x: \xe9}\n", b"a:\n  ? [1, 2]\n  : 3\n"])
+def test_bytes_and_keys_that_yaml_cannot_take_name_the_file(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "run.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        read_config(tmp_path / "run.yaml")
+
+
+# --- to flags ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "flags"),
+    [
+        ({"num_layers": 4}, ["--num-layers=4"]),
+        ({"num_layers": None}, []),
+        ({"swiglu": True}, ["--swiglu"]),
+        ({"swiglu": False}, []),
+        ({"disable_bias_linear": True}, ["--disable-bias-linear"]),
+        ({"reuse": True}, ["--reuse"]),
+        ({"reuse": False}, ["--no-reuse"]),
+        ({"data_path": [0.3, "a", 0.7, "b"]}, ["--data-path", "0.3", "a", "0.7", "b"]),
+        ({"data_path": "a b"}, ["--data-path", "a", "b"]),
+        ({"data_path": ["with space"]}, ["--data-path", "with space"]),
+        ({"noise_interval": [1e-3, 1]}, ["--noise-interval", "0.001", "1"]),
+        ({"num_layers": -1}, ["--num-layers=-1"]),
+    ],
+)
+def test_values_become_flags(values: dict[str, Any], flags: list[str]) -> None:
+    assert flags_of(**values) == flags
+    small_parser().parse_args(flags)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_layer": 4}, "unknown key `num_layer`; did you mean `num_layers`?"),
+        ({"num-layers": 4}, "unknown key `num-layers`; did you mean `num_layers`?"),
+        ({"zzzzzz": 4}, "unknown key `zzzzzz`"),
+        ({5: 4}, "unknown key `5`"),
+        ({"swiglu": "yes"}, "`swiglu: yes`: is a switch; write true or false"),
+        ({"swiglu": 1}, "is a switch; write true or false"),
+        ({"num_layers": [1, 2]}, "takes one value, not a list"),
+        ({"num_layers": True}, "takes a value, not True"),
+        ({"data_path": True}, "takes a value, not True"),
+        ({"num_layers": {"a": 1}}, "takes a value, not {'a': 1}"),
+    ],
+)
+def test_what_is_no_flag_is_told(values: dict[Any, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        to_flags(values, small_parser(), "run.yaml")
+    assert str(caught.value).startswith("run.yaml: ")
+    assert words in str(caught.value)
+
+
+def test_a_key_like_nothing_gets_no_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key `zzzzzz`$"):
+        flags_of(zzzzzz=4)
+
+
+def test_numbers_with_an_exponent_reach_the_flag(tmp_path: Path) -> None:
+    values = read_config(write(tmp_path, run="a: {lr: 1e-3, noise_interval: [1e-3, 1]}\n"))
+    parsed = small_parser().parse_args(to_flags(values, small_parser(), "run.yaml"))
+    assert (parsed.lr, parsed.noise_interval) == (1e-3, [1e-3, 1.0])
+
+
+# --- what is derived: with Megatron's own parser, in a process where it can be imported ----------
+
+Outcome = tuple[dict[str, Any], int, int] | str
+
+
+@functools.cache
+def megatrons_parser() -> argparse.ArgumentParser:
+    """`full_parser()`, made once a process: 800 flags take a while."""
+    return full_parser()
+
+
+def resolve_on_rank(
+    rank: int, world: int, argv: list[str], world_size: int | None = None
+) -> Outcome:
+    """(Megatron's parsed flags, row length, CP in our sense), or the message of the refusal."""
+    with mock.patch.object(arguments, "full_parser", megatrons_parser):
+        try:
+            flags, length, clean_shard_size = arguments.resolve(argv, world_size)
+        except (arguments.RefusedError, arguments.ConfigError) as error:
+            return str(error)
+    args = vars(megatrons_parser().parse_args(flags))
+    plain = (int, float, str, bool, type(None))
+    return {k: v for k, v in args.items() if isinstance(v, plain)}, length, clean_shard_size
+
+
+def parse_on_rank(rank: int, world: int, argv: list[str]) -> tuple[Any, str]:
+    """The exit code of `parse` and what it wrote to stderr."""
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written), pytest.raises(SystemExit) as caught:
+        arguments.parse(argv)
+    return caught.value.code, written.getvalue()
+
+
+def outcome(argv: list[str], world_size: int | None = None) -> Outcome:
+    return run_ranks(1, resolve_on_rank, argv, world_size)[0]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    for ending in ("bin", "idx"):
+        (tmp_path / f"data.{ending}").touch()
+    return str(tmp_path / "data")
+
+
+def base(data: str, *flags: str) -> list[str]:
+    """A command line that is accepted, and more flags."""
+    return ["--mask-token-id", "257", "--seq-length", "64", "--data-path", data, *flags]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("flags", "slot", "clean_shard_size"),
+    [
+        ("", 1, 1),
+        ("--block-parallel-size 4", 4, 4),
+        ("--block-parallel-size 4 --context-parallel-size 4", 4, 4),
+        ("--block-parallel-size=2 --context-parallel-size=2", 2, 2),
+        ("--context-parallel-size 1", 1, 1),
+    ],
+)
+def test_megatrons_context_parallel_size_is_the_slot(
+    data: str, flags: str, slot: int, clean_shard_size: int
+) -> None:
+    args, _, got = outcome(base(data, *flags.split()))
+    assert (args["context_parallel_size"], got) == (slot, clean_shard_size)
+    assert args["block_parallel_size"] == slot
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("length", "ranks", "rounded"), [(64, 1, 64), (63, 1, 64), (61, 4, 64), (65, 4, 72)]
+)
+def test_megatron_gets_a_length_it_can_cut(
+    data: str, length: int, ranks: int, rounded: int
+) -> None:
+    argv = base(data, "--seq-length", str(length), "--block-parallel-size", str(ranks))
+    args, real, _ = outcome(argv)
+    assert (args["seq_length"], real) == (rounded, length)
+    assert args["max_position_embeddings"] == rounded
+
+
+@pytest.mark.ranks
+def test_defaults_that_fit_block_diffusion(data: str) -> None:
+    args, _, _ = outcome(base(data))
+    assert (args["attention_dropout"], args["hidden_dropout"]) == (0.0, 0.0)
+    assert (args["micro_batch_size"], args["transformer_impl"]) == (1, "local")
+    assert args["calculate_per_token_loss"] is True
+    assert args["distributed_backend"] == "gloo"
+
+
+@pytest.mark.ranks
+def test_the_command_line_wins_over_the_file(tmp_path: Path, data: str) -> None:
+    path = write(
+        tmp_path,
+        run="a: {mask_token_id: 257, seq_length: 64, block_parallel_size: 2, seed: 3}\n"
+        f"b: {{data_path: [{data}]}}\n",
+    )
+    args, length, _ = outcome([str(path), "--seq-length", "32", "--block-parallel-size", "4"])
+    assert (length, args["seq_length"], args["context_parallel_size"]) == (32, 32, 4)
+    assert args["seed"] == 3
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["data_path", "valid_data_path"])
+def test_weights_of_a_blend_are_no_files(tmp_path: Path, data: str, name: str) -> None:
+    path = write(
+        tmp_path,
+        run="a: {mask_token_id: 257, seq_length: 64}\n"
+        f"b: {{train_data_path: [{data}], {name}: [0.3, {data}, 0.7, {data}]}}\n",
+    )
+    assert isinstance(outcome([str(path)]), tuple)
+
+
+@pytest.mark.ranks
+def test_an_unknown_key_names_megatrons_flag(tmp_path: Path) -> None:
+    path = write(tmp_path, run="model: {num_layer: 4}\n")
+    assert outcome([str(path)]) == f"{path}: unknown key `num_layer`; did you mean `num_layers`?"
+
+
+@pytest.mark.ranks
+def test_two_files_are_refused(tmp_path: Path) -> None:
+    one, two = write(tmp_path, one="", two=""), tmp_path / "two.yaml"
+    assert "two files given" in str(outcome([str(one), str(two)]))
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+REFUSED = [
+    ("--block-parallel-size 2 --context-parallel-size 1", "mode BP (--block-parallel-size 2"),
+    ("--block-parallel-size=2 --context-parallel-size=1", "mode BP"),
+    ("--context-parallel-size 2", "mode CP (--block-parallel-size 1 --context-parallel-size 2)"),
+    ("--block-parallel-size 4 --context-parallel-size 2", "mode hybrid"),
+    ("--block-parallel-size 4 --context-parallel-size 3", "CP must be 1, BP or a divisor of BP"),
+    ("--block-parallel-size 2 --context-parallel-size 4", "CP must be 1, BP or a divisor of BP"),
+    ("--block-parallel-size 0", "parallel degrees must be at least 1, got BP 0"),
+    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: not implemented"),
+    ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: not implemented"),
+    ("--expert-model-parallel-size 2", "--expert-model-parallel-size: MoE is not implemented"),
+    ("--num-experts 4", "--num-experts"),
+    ("--use-distributed-optimizer", "--use-distributed-optimizer: not implemented"),
+    ("--hybrid-context-parallel", "--hybrid-context-parallel"),
+    ("--hierarchical-context-parallel-sizes 2 2", "--hierarchical-context-parallel-sizes"),
+    ("--use-megatron-fsdp", "--use-megatron-fsdp: not implemented"),
+    ("--use-torch-fsdp2", "--use-torch-fsdp2: not implemented"),
+    ("--micro-batch-size 2", "--micro-batch-size 2: a micro-batch is one packed row"),
+    ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
+    ("--spec a b", "--spec ['a', 'b']"),
+    ("--attention-backend local", "--attention-backend local"),
+    ("--attention-dropout 0.1", "--attention-dropout 0.1"),
+    ("--hidden-dropout 0.1", "--hidden-dropout 0.1"),
+    ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction"),
+    ("--multi-latent-attention", "--multi-latent-attention"),
+    ("--experimental-attention-variant dsa", "--experimental-attention-variant dsa"),
+    ("--cuda-graph-impl local", "CUDA graphs"),
+    ("--enable-cuda-graph", "CUDA graphs"),
+    ("--external-cuda-graph", "CUDA graphs"),
+    ("--softmax-type off-by-one", "--softmax-type off-by-one"),
+    ("--position-embedding-type yarn", "--position-embedding-type yarn"),
+    ("--max-position-embeddings 63", "--max-position-embeddings 63: the table"),
+    ("--fp16", "--fp16: the loss head"),
+    ("--use-mup", "--use-mup"),
+    ("--hybrid-layer-pattern M-M*", "hybrid (Mamba) models"),
+    ("--is-hybrid-model", "hybrid (Mamba) models"),
+    ("--window-size=-1,0", "--window-size (-1, 0)"),
+    ("--fp8-format e4m3", "--fp8-format"),
+    ("--diffusion-block-size 0", "--diffusion-block-size 0: must be at least 1"),
+    ("--seq-length 0", "--seq-length 0"),
+    ("--cp-comm-type a2a", "--cp-comm-type a2a"),
+    ("--multiple-validation-sets", "--multiple-validation-sets"),
+    ("--sft", "--sft"),
+    ("--mock-data", "--mock-data"),
+    ("--valid-data-path no/such", "no/such.bin: no such file"),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("flags", "words"), REFUSED, ids=[flags for flags, _ in REFUSED])
+def test_refused(data: str, flags: str, words: str) -> None:
+    message = outcome(base(data, *flags.split()))
+    assert isinstance(message, str), "accepted"
+    assert words in message
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("without", "words"),
+    [
+        ("--mask-token-id", "--mask-token-id is not set"),
+        ("--data-path", "no data: give --data-path"),
+    ],
+)
+def test_refused_without(data: str, without: str, words: str) -> None:
+    argv = base(data)
+    at = argv.index(without)
+    message = outcome(argv[:at] + argv[at + 2 :])
+    assert isinstance(message, str), "accepted"
+    assert words in message
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("flags", "world_size", "words"),
+    [
+        ("", 1, None),
+        ("--block-parallel-size 2 --global-batch-size 6", 4, None),
+        ("--block-parallel-size 2", 1, "1 ranks were started, and 2 share a sequence"),
+        ("--block-parallel-size 2", 3, "start a multiple of 2"),
+        ("--block-parallel-size 2 --global-batch-size 5", 4, "make it a multiple of 2"),
+    ],
+)
+def test_degrees_are_held_against_the_ranks_that_were_started(
+    data: str, flags: str, world_size: int, words: str | None
+) -> None:
+    got = outcome(base(data, *flags.split()), world_size)
+    assert isinstance(got, tuple) if words is None else words in str(got)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_a_missing_data_file_is_told(data: str, ending: str) -> None:
+    Path(f"{data}.{ending}").unlink()
+    assert f"{data}.{ending}: no such file" in str(outcome(base(data)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--fp16", "pretrain_bdlm.py: error: --fp16: the loss head"),
+        ("no.yaml", "no.yaml: cannot be read"),
+        ("--num-layer 4", "unrecognized arguments: --num-layer 4"),
+    ],
+)
+def test_bad_input_exits_with_two_and_one_clear_line(data: str, flags: str, line: str) -> None:
+    argv = flags.split() if flags == "no.yaml" else base(data, *flags.split())
+    code, written = run_ranks(1, parse_on_rank, argv)[0]
+    assert code == 2
+    assert line in written
+    assert "Traceback" not in written
+    assert len([x for x in written.splitlines() if "error" in x]) == 1

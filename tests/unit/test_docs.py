@@ -1,0 +1,251 @@
+"""The documentation tells what the code is: links, flags, defaults, tools, examples, metrics."""
+
+import argparse
+import ast
+import re
+import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from megatron_bp.arguments.config_file import ConfigError, read_config, to_flags
+from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def pages(root: Path) -> list[Path]:
+    return sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
+
+
+def prose(text: str) -> str:
+    """The page without its fenced code and without code spans."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+
+
+def anchors(path: Path) -> set[str]:
+    """Names that `#name` can point at, as GitHub makes them of headings."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ +(.+)$", FENCE.sub("", path.read_text()), re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        found.append(f"{name}-{found.count(name)}" if name in found else name)
+    return set(found)
+
+
+def broken_links(root: Path) -> list[str]:
+    """Links of all pages to a file or heading that is not there, or out of the repository."""
+    broken = []
+    for page in pages(root):
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = target.partition("#")
+            file = (page.parent / name).resolve() if name else page
+            there = file.exists() and file.is_relative_to(root.resolve())
+            if not there or (anchor and anchor not in anchors(file)):
+                broken.append(f"{page.relative_to(root)}: {target}")
+    return broken
+
+
+def table(text: str, heading: str) -> dict[str, list[str]]:
+    """Code span in the first cell -> the other cells, for the table under a heading."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    lines = re.findall(r"^\| `([^`]+)` \|(.*)\|$", section, re.MULTILINE)
+    names = [name for name, _ in lines]
+    assert len(names) == len(set(names)), "a row twice"
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
+
+
+def flag_errors(text: str) -> list[str]:
+    """What the table of flags says other than arguments/flags.py does."""
+    parser = add_block_diffusion_flags(argparse.ArgumentParser(add_help=False))
+    told = table(text, "Flags")
+    actions = {action.option_strings[0]: action for action in parser._actions}
+    errors = [f"{name}: no such flag" for name in told.keys() - actions.keys()]
+    for name, action in actions.items():
+        if name not in told:
+            errors.append(f"{name}: not in the table")
+            continue
+        value = action.default
+        value = " ".join(map(str, value)) if isinstance(value, list) else value
+        default, meaning = told[name]
+        if default != ("unset" if value is None else f"`{value}`"):
+            errors.append(f"{name}: default {value}, not {default}")
+        errors += [f"{name}: choice {c}" for c in action.choices or () if f"`{c}`" not in meaning]
+    return errors
+
+
+def written_fields(source: str) -> set[str]:
+    """Keys of the rows that training/metrics.py writes."""
+    fields: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        named = {target.id for target in targets if isinstance(target, ast.Name)}
+        if named & {"row", "extra"} and isinstance(getattr(node, "value", None), ast.Dict):
+            fields |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+        for target in targets:
+            if isinstance(target, ast.Subscript) and getattr(target.value, "id", "") == "row":
+                fields.add(ast.literal_eval(target.slice))
+    return fields
+
+
+def missing_tools(root: Path, tools: Path) -> list[str]:
+    """Tools that a page names and that do not exist."""
+    text = "\n".join(page.read_text() for page in pages(root))
+    named = set(re.findall(r"-m megatron_bp\.tools\.(\w+)", text))
+    places = ("{}.py", "{}/__main__.py")
+    return sorted(
+        name for name in named if not any((tools / place.format(name)).exists() for place in places)
+    )
+
+
+def examples(root: Path) -> list[tuple[str, str]]:
+    """(page, text) of every YAML block."""
+    return [
+        (str(page.relative_to(root)), textwrap.dedent(body))
+        for page in pages(root)
+        for _, language, body in FENCE.findall(page.read_text())
+        if language in ("yaml", "yml")
+    ]
+
+
+def example_errors(rank: int, world: int, found: list[tuple[str, str]], folder: str) -> list[str]:
+    """What the real parser says against YAML blocks; on a rank, where Megatron can be imported."""
+    parser, errors = full_parser(), []
+    for page, text in found:
+        path = Path(folder, "example.yaml")
+        path.write_text(text)
+        try:
+            parser.parse_args(to_flags(read_config(path), parser, page))
+        except ConfigError as error:
+            errors.append(f"{page}: {error}")
+        except SystemExit:
+            errors.append(f"{page}: a value does not suit its flag")
+    return errors
+
+
+@pytest.fixture
+def beside_configs(tmp_path: Path) -> str:
+    """A folder with the configs, for examples that include one."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    return str(tmp_path / "configs")
+
+
+# --- the pages -----------------------------------------------------------------------------------
+
+
+def test_links_resolve() -> None:
+    assert broken_links(ROOT) == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    names = [p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")]
+    assert [n for n in names if n != "index.md" and f"]({n})" not in index] == []
+
+
+def test_design_notes_are_short_and_whole() -> None:
+    notes = sorted((ROOT / "docs" / "design").glob("*.md"))
+    assert [note.name[:4] for note in notes] == [f"{i:04}" for i in range(1, len(notes) + 1)]
+    for note in notes:
+        lines = note.read_text().splitlines()
+        assert len(lines) <= 60, note.name
+        headings = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+        want = ["Context", "Choice", "What we gave up", "How to tell that it was wrong"]
+        assert headings == want, note.name
+
+
+def test_pages_are_ascii() -> None:
+    assert [page.name for page in pages(ROOT) if not page.read_text().isascii()] == []
+
+
+def test_flags_and_defaults() -> None:
+    assert flag_errors((ROOT / "docs" / "running.md").read_text()) == []
+
+
+def test_metrics_fields() -> None:
+    source = (ROOT / "megatron_bp" / "training" / "metrics.py").read_text()
+    told = table((ROOT / "docs" / "running.md").read_text(), "Metrics")
+    assert set(told) == written_fields(source)
+
+
+def test_tools_exist() -> None:
+    assert missing_tools(ROOT, ROOT / "megatron_bp" / "tools") == []
+
+
+@pytest.mark.ranks
+def test_yaml_examples_hold_known_flags(beside_configs: str) -> None:
+    found = examples(ROOT)
+    assert len(found) >= 3
+    assert run_ranks(1, example_errors, found, beside_configs)[0] == []
+
+
+# --- the checks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("link", "good"),
+    [
+        ("b.md", True),
+        ("b.md#two-words-0001", True),
+        ("#top", True),
+        ("https://nowhere.invalid/", True),
+        ("c.md", False),
+        ("b.md#three", False),
+        ("#bottom", False),
+        ("b.md#not-a-heading", False),
+        ("../../../../../../../../../etc", False),
+    ],
+)
+def test_a_broken_link_is_found(tmp_path: Path, link: str, good: bool) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text(f"# Top\n[here]({link}), `[code](x.md)`\n")
+    (tmp_path / "docs" / "b.md").write_text("## Two words: `0001`\n```\n# Not a heading\n```\n")
+    assert broken_links(tmp_path) == ([] if good else [f"docs/a.md: {link}"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("| `--noise` ", "| `--nois` ", "--noise: not in the table"),
+        ("| `--noise` ", "| `--nois` ", "--nois: no such flag"),
+        ("| `32` |", "| `16` |", "--diffusion-block-size: default 32, not `16`"),
+        ("| `0.001 1.0` |", "| unset |", "--noise-interval: default 0.001 1.0, not unset"),
+        (", or `one` |", " |", "--loss-weighting: choice one"),
+    ],
+)
+def test_a_wrong_table_of_flags_is_found(old: str, new: str, error: str) -> None:
+    text = (ROOT / "docs" / "running.md").read_text()
+    assert text.count(old) == 1
+    assert error in flag_errors(text.replace(old, new))
+
+
+def test_a_new_metrics_field_is_found() -> None:
+    source = (ROOT / "megatron_bp" / "training" / "metrics.py").read_text()
+    fields = written_fields(source)
+    for old, new in (
+        ('"count": count,', '"count": count, "fresh": 1,'),
+        ('"skipped": int', '"fresh": 0, "skipped": int'),
+        ('row["bound_bits_per_token"] =', 'row["fresh"] = row["bound_bits_per_token"] ='),
+    ):
+        assert source.count(old) == 1
+        assert written_fields(source.replace(old, new)) == fields | {"fresh"}
+
+
+def test_a_missing_tool_is_found(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("python -m megatron_bp.tools.prepare\n")
+    assert missing_tools(tmp_path, tmp_path) == ["prepare"]
+
+
+@pytest.mark.ranks
+def test_a_bad_example_is_found(tmp_path: Path, beside_configs: str) -> None:
+    blocks = ("model:\n  num_layer: 4", "model:\n  num_layers: four", "a: [", "include: no.yaml")
+    text = "\n".join(f"```yaml\n{block}\n```" for block in (*blocks, "model:\n  num_layers: 4"))
+    (tmp_path / "README.md").write_text(text + "\n")
+    errors = run_ranks(1, example_errors, examples(tmp_path), beside_configs)[0]
+    words = ("num_layer", "does not suit", "not valid YAML", "cannot be read")
+    assert len(errors) == len(words)
+    assert all(word in error for word, error in zip(words, errors, strict=True))
