@@ -37,7 +37,7 @@ if [ ! -f "$data.idx" ]; then
   say "preparing data"
   stdlib=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
   "$python" -m megatron_bp.tools.prepare --input "$stdlib" --suffix .py \
-    --exclude '*/site-packages/*' --max-bytes 8000000 --output-prefix "$data" 2> "$run/prepare.log" ||
+    --exclude site-packages --max-bytes 8000000 --output-prefix "$data" 2> "$run/prepare.log" ||
     { cat "$run/prepare.log" >&2; exit 1; }
 fi
 say "training: first half"

@@ -139,6 +139,8 @@ class _Worker:
 
     def kill(self) -> None:
         self.process.kill()
+        with contextlib.suppress(OSError):  # and what it started: see `_serve`
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
         self.connection.close()
         self._output.unlink(missing_ok=True)
@@ -284,6 +286,7 @@ def _unpack(data: bytes) -> Any:
 
 def _serve(connection: Any, output: str) -> None:
     """Answers calls until the parent is gone."""
+    os.setsid()  # the leader of a group that can be killed whole
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -325,7 +328,7 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _install_cpu_shim() -> None:

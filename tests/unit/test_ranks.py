@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,3 +171,20 @@ def test_megatron_groups_are_destroyed_between_calls() -> None:
     assert run_ranks(2, megatron_groups, 2) == [(2, 1, 0.0), (2, 1, 1.0)]
     assert run_ranks(2, megatron_groups, 1) == [(1, 2, 1.0), (1, 2, 1.0)]
     assert run_ranks(4, megatron_groups, 2) == [(2, 2, 2.0), (2, 2, 4.0)] * 2
+
+
+def leaves_a_child(rank: int, world: int) -> int:
+    """Starts a process that would live on, as Megatron's checkpoint writer does."""
+    import subprocess
+
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+def test_what_a_rank_started_ends_with_it() -> None:
+    child = run_ranks(1, leaves_a_child, fresh=True)[0]
+    for _ in range(50):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {child} lives on")

@@ -1,0 +1,37 @@
+"""Text to Megatron's .bin and .idx: source trees, plain text and JSON lines, with any tokenizer.
+
+One file is one document, or one line, paragraph or JSON line is. The order of the documents is
+shuffled by the seed and where they stand, so that Megatron's split by position is a fair one, and a
+smaller --max-bytes takes a prefix of a larger one. Knows nothing of blocks, noise or models.
+
+    options      what the command line sets        table       which documents stay, in what order
+    inputs       which files are read              writing     final names: all files or none
+    reading      files to raw documents            report      what P.json says
+    tokenizing   text to ids                       run         the steps
+    encoding     raw documents to ids or reasons   command     the command line
+    workers      the same in several processes
+"""
+
+from megatron_bp.tools.prepare.command import main, parse
+from megatron_bp.tools.prepare.inputs import Found, shuffled, walk
+from megatron_bp.tools.prepare.options import Options
+from megatron_bp.tools.prepare.report import Tally, entropy
+from megatron_bp.tools.prepare.run import prepare
+from megatron_bp.tools.prepare.tokenizing import BYTE_VOCABULARY, EOD_ID, MASK_ID
+from megatron_bp.tools.prepare.writing import ENDINGS
+
+__all__ = [
+    "BYTE_VOCABULARY",
+    "ENDINGS",
+    "EOD_ID",
+    "MASK_ID",
+    "Found",
+    "Options",
+    "Tally",
+    "entropy",
+    "main",
+    "parse",
+    "prepare",
+    "shuffled",
+    "walk",
+]

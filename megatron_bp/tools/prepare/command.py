@@ -1,0 +1,97 @@
+"""The command line of prepare."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from megatron_bp.tools.prepare.inputs import walk
+from megatron_bp.tools.prepare.options import FORMATS, SEPARATORS, Options
+from megatron_bp.tools.prepare.report import Tally, told
+from megatron_bp.tools.prepare.run import prepare
+
+DESCRIPTION = """Text to Megatron's .bin and .idx, byte by byte or with any Megatron tokenizer.
+
+Megatron's own tokenizer flags (--tokenizer-type, --tokenizer-model, --vocab-size, ...) are taken as
+well. docs/data.md has examples."""
+
+
+def parse(argv: Sequence[str] | None) -> Options:
+    """Return the options that the command line gives."""
+    parser = argparse.ArgumentParser(
+        "python -m megatron_bp.tools.prepare",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="files or folders")
+    add(
+        "--output-prefix",
+        type=Path,
+        required=True,
+        metavar="P",
+        help="writes P.bin, P.idx, P.bytes.npy, P.json",
+    )
+    add("--suffix", nargs="+", action="extend", help="only names that end so (or so and .gz)")
+    add("--exclude", nargs="+", action="extend", metavar="GLOB", help="not these paths or names")
+    add(
+        "--format", choices=FORMATS, help="auto (default): .jsonl, .ndjson, .json.gz are JSON lines"
+    )
+    add("--document-separator", choices=SEPARATORS, help="between texts (default: a file is one)")
+    add("--json-key", metavar="KEY", help="of the text in a JSON line (default text)")
+    add("--strict", action="store_true", help="a flawed document is an error, not a counted skip")
+    add("--tokenizer", choices=["bytes"], help="the default; else use Megatron's --tokenizer-type")
+    add("--append-eod", action="store_true", help="end each document with the tokenizer's eod id")
+    add("--workers", type=int, metavar="N", help="processes that tokenize (default 1)")
+    add("--max-bytes", type=int, metavar="N", help="stop after the document that reaches N bytes")
+    add("--min-tokens", type=int, metavar="N", help="skip shorter documents (default 2)")
+    add("--seed", type=int, help="of the order of the documents (default 1234)")
+    add("--overwrite", action="store_true", help="replace an earlier P")
+    known, rest = parser.parse_known_args(argv)
+    megatron = any(token.split("=")[0] == "--tokenizer-type" for token in rest)
+    if rest and not megatron:
+        parser.error(f"unrecognized arguments: {' '.join(rest)} (Megatron's need --tokenizer-type)")
+    if megatron and known.tokenizer:
+        parser.error("--tokenizer bytes and --tokenizer-type exclude each other: give one")
+    given = {k: v for k, v in vars(known).items() if v is not None and k != "tokenizer"}
+    return Options(**given, tokenizer_flags=tuple(rest))
+
+
+def input_size(options: Options) -> int:
+    """Return the bytes of the files that will be read."""
+    size = 0
+    for found in walk(options.input, options.suffix, options.exclude, Tally().skipped):
+        with contextlib.suppress(OSError):
+            size += os.path.getsize(found.path)
+    return size
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    try:
+        options = parse(argv)
+        # disable=None: no bar unless somebody is looking at a terminal.
+        with tqdm(total=None, unit="B", unit_scale=True, disable=None) as bar:
+            if not bar.disable:
+                bar.reset(total=input_size(options))
+            result = prepare(options, bar.update)
+    except (ValueError, OSError) as error:
+        sys.exit(f"prepare: error: {error}")
+    print(summary(options.output_prefix, result))
+    for reason, places in result["skipped_places"].items():
+        print(f"  {reason}: {', '.join(places)}", file=sys.stderr)
+
+
+def summary(prefix: Path, result: dict[str, Any]) -> str:
+    """Return a line on what was written."""
+    return (
+        f"{prefix}: {result['documents']} documents, {result['tokens']} tokens, "
+        f"{result['unigram_bits_per_byte']:.3f} bits per byte by unigrams; "
+        f"left out: {told(result['skipped'])}"
+    )

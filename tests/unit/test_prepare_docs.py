@@ -1,0 +1,68 @@
+"""The commands of docs/data.md run as they stand, in order."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_bp.data.checks import check_indexed, document_bytes
+from megatron_bp.tools import prepare as tool
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ".venv/bin/python"
+PREPARE = f"{PYTHON} -m megatron_bp.tools.prepare"
+
+
+def commands(page: str) -> list[str]:
+    """Commands in the blocks of bash, each with its here document."""
+    found = []
+    for block in re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        found += re.findall(r"^.*<<'END'\n(?:.*\n)*?END$|^.+$", block, re.MULTILINE)
+    return found
+
+
+def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "megatron_bp").symlink_to(ROOT / "megatron_bp")
+    monkeypatch.chdir(tmp_path)
+    found = commands((ROOT / "docs/data.md").read_text())
+    assert sum(command.startswith(PREPARE) for command in found) == 4
+    for command in found:
+        if command.startswith(PREPARE):  # in this process: Megatron takes seconds to import
+            command = re.sub(r"--workers \d", "--workers 1", command)  # each imports Megatron too
+            tool.main(shlex.split(command.removeprefix(PREPARE)))
+            continue
+        command = command.replace(PYTHON, sys.executable)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(
+            ["bash", "-ec", command], env=environment, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
+    assert "checksum verified" in ended.stdout
+    for name, documents, vocabulary in [("jsonl", 2, 258), ("prose", 2, 258), ("bpe", 2, 400)]:
+        facts = check_indexed(f"data/guide/{name}", vocabulary)
+        assert (facts.documents, facts.checksum) == (documents, "verified")
+        assert document_bytes(f"data/guide/{name}") is not None
+        assert json.loads(Path(f"data/guide/{name}.json").read_text())["documents"] == documents
+
+
+def test_every_flag_and_reason_is_told() -> None:
+    from megatron_bp.tools.prepare.encoding import FLAWS, REASONS
+
+    page = (ROOT / "docs/data.md").read_text()
+    help_text = subprocess.run(
+        [sys.executable, "-m", "megatron_bp.tools.prepare", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout
+    flags = set(re.findall(r"--[a-z-]+", help_text)) - {"--help", "--tokenizer"}
+    assert [flag for flag in sorted(flags) if f"{flag}" not in page] == []
+    for reason in REASONS[1:]:
+        (row,) = re.findall(rf"^\|.*`{reason}`.*\| (yes|no) \|$", page, re.MULTILINE)
+        assert row == ("yes" if reason in FLAWS else "no")
