@@ -1,39 +1,34 @@
 """Whether a .bin/.idx pair is sound, before training starts.
 
 Megatron maps both files and trusts them: a truncated .bin ends a run hours later, and a wrong .idx
-trains on something else. The layout of an .idx (sizes in bytes): magic 9, version 8, code of the
-type of an id 1, sequences n 8, boundaries m 8; lengths 4 n (in ids), pointers 8 n (in bytes, into
-the .bin), boundaries 8 m (in sequences; document i is sequences boundary i to boundary i + 1).
-NumPy only; knows nothing of ranks, blocks or models.
+trains on something else. NumPy only; knows nothing of ranks, blocks or models.
 """
 
 import hashlib
 import json
 import os
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {
-    code: np.dtype(name)
-    for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)
-}
-CHUNK = 1 << 22  # entries looked at at once
+from megatron_bp.data.indexed import (
+    AGAIN,
+    DataError,
+    check_boundaries,
+    check_lengths,
+    chunks,
+    read_index,
+)
+
+__all__ = ["DataError", "IndexedFacts", "check_indexed", "document_bytes"]
+
 FULL_SCAN = 200_000_000  # more ids than this are sampled
 WINDOWS, WINDOW = 1024, 1 << 15  # that many windows of so many ids
 CHECKSUM_BYTES = 2 << 30  # checksums of more are not verified
 DESCRIPTION_BYTES = 1 << 20  # a P.json above this is none of prepare's
-AGAIN = "copy or prepare the data again"
-
-
-class DataError(ValueError):
-    """A data set that cannot be trained with; one line, with the way out."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +66,6 @@ class IndexedFacts:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Index:
-    path: str
-    dtype: np.dtype[Any]
-    lengths: NDArray[np.int32]  # [n]
-    pointers: NDArray[np.int64]  # [n]
-    boundaries: NDArray[np.int64]  # [m]
-
-
 def check_indexed(prefix: str, vocabulary: int) -> IndexedFacts:
     """Return the facts of P.bin and P.idx if they are sound and their ids are in the vocabulary.
 
@@ -91,10 +77,10 @@ def check_indexed(prefix: str, vocabulary: int) -> IndexedFacts:
         DataError: they are not, or cannot be read.
     """
     try:
-        index = _read_index(f"{prefix}.idx")
+        index = read_index(f"{prefix}.idx")
         size = os.path.getsize(f"{prefix}.bin")
-        tokens = _check_lengths(index, f"{prefix}.bin", size)
-        empty, single = _check_boundaries(index, tokens)
+        tokens = check_lengths(index, f"{prefix}.bin", size)
+        empty, single = check_boundaries(index, tokens)
         description = _description(prefix)
         checksum = _check_description(prefix, description, len(index.boundaries) - 1, tokens)
         low, high, scanned = _check_ids(f"{prefix}.bin", index.dtype, tokens, vocabulary)
@@ -129,7 +115,7 @@ def document_bytes(prefix: str) -> NDArray[np.int64] | None:
     except Exception as error:  # np.load raises all kinds for a broken header
         raise DataError(f"{path}: no array of NumPy can be read from it; {AGAIN}") from error
     try:
-        documents = len(_read_index(f"{prefix}.idx").boundaries) - 1
+        documents = len(read_index(f"{prefix}.idx").boundaries) - 1
         said = _description(prefix)
     except OSError as error:
         raise _unreadable(prefix, error) from error
@@ -150,106 +136,12 @@ def _unreadable(prefix: str, error: OSError) -> DataError:
     )
 
 
-def _read_index(path: str) -> _Index:
-    size = os.path.getsize(path)
-    if size < HEADER.size:
-        raise DataError(f"{path}: {size} bytes, and its header alone has {HEADER.size}; {AGAIN}")
-    with open(path, "rb") as stream:
-        magic, version, code, n, m = HEADER.unpack(stream.read(HEADER.size))
-    if magic != MAGIC:
-        raise DataError(f"{path}: starts with {magic!r}, and an .idx with {MAGIC!r}; {AGAIN}")
-    if version != 1:
-        raise DataError(f"{path}: version {version}, and Megatron reads version 1; {AGAIN}")
-    if code not in DTYPES or DTYPES[code].kind == "f":
-        raise DataError(f"{path}: type {code} of its ids is no integer type of Megatron; {AGAIN}")
-    want = HEADER.size + 12 * n + 8 * m
-    if size != want:
-        modes = " (an index with modes is for multimodal models)" if size == want + n else ""
-        raise DataError(
-            f"{path}: {size} bytes, and its {n} sequences and {m} boundaries need {want}{modes}; "
-            f"it is cut, too long or damaged: {AGAIN}"
-        )
-    if n == 0 or m < 2:
-        raise DataError(f"{path}: {n} sequences, {m} boundaries: no document; prepare some data")
-    lengths, pointers, boundaries = np.split(
-        np.memmap(path, np.uint8, "r", HEADER.size), [4 * n, 12 * n]
-    )
-    return _Index(
-        path, DTYPES[code], lengths.view("<i4"), pointers.view("<i8"), boundaries.view("<i8")
-    )
-
-
-def _chunks(length: int) -> Iterator[slice]:
-    return (slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK))
-
-
-def _check_lengths(index: _Index, bin_path: str, bin_size: int) -> int:
-    """Return the number of tokens; lengths, pointers and the .bin's size must agree."""
-    total = 0
-    for chunk in _chunks(len(index.lengths)):
-        lengths = index.lengths[chunk].astype(np.int64)
-        if (lengths < 0).any():
-            i = int(np.argmax(lengths < 0))
-            raise DataError(
-                f"{index.path}: length {lengths[i]} of sequence {chunk.start + i} is negative; "
-                f"{AGAIN}"
-            )
-        total += int(lengths.sum())
-    item = index.dtype.itemsize
-    if total * item != bin_size:
-        what = "is truncated" if bin_size < total * item else "is too long"
-        raise DataError(
-            f"{bin_path}: {bin_size} bytes, and its .idx says {total * item} ({total} ids of {item}"
-            f"): it {what}, or the two are no pair; {AGAIN}"
-        )
-    if total == 0:
-        raise DataError(f"{bin_path}: holds no token; prepare some data")
-    position = 0
-    for chunk in _chunks(len(index.lengths)):
-        ends = position + np.cumsum(index.lengths[chunk], dtype=np.int64)
-        wrong = index.pointers[chunk] != (ends - index.lengths[chunk]) * item
-        if wrong.any():
-            i = int(np.argmax(wrong))
-            raise DataError(
-                f"{index.path}: pointer {index.pointers[chunk][i]} of sequence {chunk.start + i} "
-                f"is not the end of the one before, {(ends[i] - index.lengths[chunk][i]) * item}; "
-                f"{AGAIN}"
-            )
-        position = int(ends[-1])
-    return total
-
-
-def _check_boundaries(index: _Index, tokens: int) -> tuple[int, int]:
-    """Return how many documents have 0 tokens and 1; boundaries must rise from 0 to the end."""
-    boundaries, n = index.boundaries, len(index.lengths)
-    if boundaries[0] != 0 or boundaries[-1] != n:
-        raise DataError(
-            f"{index.path}: documents go from sequence {boundaries[0]} to {boundaries[-1]}, not "
-            f"from 0 to {n}; {AGAIN}"
-        )
-    empty = single = 0
-    for chunk in _chunks(len(boundaries) - 1):
-        ends = boundaries[chunk.start : chunk.stop + 1]
-        falls = np.diff(ends) < 0
-        if falls.any():
-            i = int(np.argmax(falls))
-            raise DataError(
-                f"{index.path}: document {chunk.start + i} goes from sequence {ends[i]} back to "
-                f"{ends[i + 1]}; {AGAIN}"
-            )
-        places = index.pointers[np.minimum(ends, n - 1)] // index.dtype.itemsize
-        lengths = np.diff(np.where(ends < n, places, tokens))
-        empty += int((lengths == 0).sum())
-        single += int((lengths == 1).sum())
-    return empty, single
-
-
 def _check_ids(
     path: str, dtype: np.dtype[Any], tokens: int, vocabulary: int
 ) -> tuple[int, int, int]:
     """Return the lowest and the highest id, and how many were looked at."""
     ids = np.memmap(path, dtype, "r")
-    windows = list(_chunks(tokens))
+    windows = list(chunks(tokens))
     if tokens >= FULL_SCAN:
         starts = np.linspace(0, tokens - WINDOW, WINDOWS).astype(np.int64).tolist()
         windows = [slice(start, start + WINDOW) for start in starts]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from megatron_bp.data import checks
+from megatron_bp.data import checks, indexed
 from megatron_bp.data.checks import DataError, check_indexed, document_bytes
 from megatron_bp.tools.prepare import Options, prepare
 
@@ -57,9 +57,9 @@ def test_facts_of_what_megatron_writes(tmp_path: Path, dtype: type) -> None:
 
 
 def test_the_types_are_megatrons() -> None:
-    for code, dtype in checks.DTYPES.items():
+    for code, dtype in indexed.DTYPES.items():
         assert np.dtype(DType.dtype_from_code(code)) == dtype
-    assert len(checks.DTYPES) == len(DType)
+    assert len(indexed.DTYPES) == len(DType)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
@@ -68,7 +68,7 @@ def test_facts_do_not_depend_on_the_chunks(
 ) -> None:
     want = check_indexed(pair, 5)
     assert (want.empty_documents, want.single_token_documents) == (1, 2)
-    monkeypatch.setattr(checks, "CHUNK", chunk)
+    monkeypatch.setattr(indexed, "CHUNK", chunk)
     assert check_indexed(pair, 5) == want
 
 
@@ -156,7 +156,7 @@ def test_damage(
     message: str,
     chunk: int,
 ) -> None:
-    monkeypatch.setattr(checks, "CHUNK", chunk)
+    monkeypatch.setattr(indexed, "CHUNK", chunk)
     check_indexed(pair, 5)
     damage(f"{pair}.{file}")
     with pytest.raises(DataError, match=message) as error:
