@@ -12,8 +12,8 @@ from typing import Any
 from megatron_bp import cpu
 
 
-def main() -> None:
-    """Parse, build and train."""
+def main(argv: list[str] | None = None) -> None:
+    """Parse, build and train; `argv` defaults to the process's own command line."""
     if cpu.needed():
         cpu.install()
     from megatron.core import parallel_state
@@ -25,18 +25,26 @@ def main() -> None:
     from megatron_bp.batch.dataset import build_datasets
     from megatron_bp.training.host import prepare_megatron
     from megatron_bp.training.metrics import Metrics
+    from megatron_bp.training.record import Recorder
     from megatron_bp.training.step import forward_step
 
-    args = arguments.parse(sys.argv[1:])
+    args = arguments.parse(sys.argv[1:] if argv is None else argv)
     prepare_megatron()
-    metrics = Metrics(arguments.metrics_path(args), is_bound=args.loss_weighting == "bound")
-    settings = arguments.settings(args, metrics)
-    metrics.install(partial(parallel_state.get_data_parallel_group, with_context_parallel=True))
+    metrics = Metrics()
+    nonfinite = arguments.nonfinite(args)
+    nonfinite.install()
+    settings = arguments.settings(args, metrics, nonfinite)
+    path, bound = arguments.metrics_path(args), settings.objective.is_bound
+    Recorder(metrics, path, bound, args.eval_draws).install(
+        partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
+        args.context_parallel_size,
+    )
 
     def datasets(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        if args.skip_train:
+            sizes = [0, *sizes[1:]]
         config = arguments.dataset_config(args)
-        evaluation = None if args.full_validation else args.eval_iters * args.eval_global_batch_size
-        return build_datasets(config, sizes, evaluation)
+        return build_datasets(config, sizes, arguments.evaluation_samples(args), args.eval_draws)
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own
     pretrain(

@@ -66,13 +66,13 @@ def _mean_of_means(rank: int) -> Any:
 
 def _noise_by_rank(rank: int) -> Any:
     """Every rank draws its own noise."""
-    from megatron_bp.training import step
+    from megatron_bp.training import reader
 
     def own(sample: Any, plan: Any, objective: Any) -> Any:
         return corrupt(sample, plan, dataclasses.replace(objective, seed=objective.seed + rank))
 
-    corrupt = step.corrupt
-    return mock.patch.object(step, "corrupt", own)
+    corrupt = reader.corrupt
+    return mock.patch.object(reader, "corrupt", own)
 
 
 def _padded_vocabulary(rank: int) -> Any:
@@ -117,13 +117,24 @@ def _late_reduce(rank: int) -> Any:
 
 def _wrong_weight(rank: int) -> Any:
     """Masked tokens weigh 1 where the bound wants 1/t."""
-    from megatron_bp.training import step
+    from megatron_bp.training import reader
 
     def one(sample: Any, plan: Any, objective: Any) -> Any:
         return corrupt(sample, plan, dataclasses.replace(objective, weighting="one"))
 
-    corrupt = step.corrupt
-    return mock.patch.object(step, "corrupt", one)
+    corrupt = reader.corrupt
+    return mock.patch.object(reader, "corrupt", one)
+
+
+def _one_count(rank: int) -> Any:
+    """Every term is divided by the count of the first."""
+    from megatron_bp.diffusion.loss import TermScales
+    from megatron_bp.training import reader
+
+    def same(counts: Any, factors: Any) -> TermScales:
+        return TermScales(0, tuple(factors))
+
+    return mock.patch.object(reader, "term_scales", same)
 
 
 FAULTS: dict[str, Callable[[int], Any]] = {
@@ -136,6 +147,7 @@ FAULTS: dict[str, Callable[[int], Any]] = {
     "dropped gradient of one exchange": _dropped_gradient,
     "own gradient twice": _late_reduce,
     "wrong weight": _wrong_weight,
+    "one count for all terms": _one_count,
 }
 
 

@@ -343,10 +343,11 @@ def bound(
     supervised: Sequence[bool] | Tensor | None = None,
     clean_relation: str = "block",
     own_relation: str = "bidirectional",
-    window: int | None = None,
+    window: int | list[int | None] | None = None,
     exclude_mask_logit: bool = False,
+    replacement: Sequence[int] | Tensor | None = None,
 ) -> Bound:
-    """The BDLM loss with absorbing noise and "same" alignment, from its definition.
+    """The BDLM loss with "same" alignment, from its definition.
 
     Args:
         weights: state dict of a GPTModel (see `gpt`).
@@ -364,8 +365,9 @@ def bound(
             corrupted rows. Default: all but padding.
         clean_relation: see `visible`.
         own_relation: see `visible`.
-        window: see `visible`; the same in every layer.
+        window: see `visible`; of all layers, or a list with one for each.
         exclude_mask_logit: the mask token cannot be predicted.
+        replacement: id each position [T] becomes if corrupted (uniform noise); default the mask.
     """
     assert weighting in ("bound", "one", "inverse_p"), weighting
     tokens, document = _ints(tokens), _ints(document)
@@ -384,7 +386,8 @@ def bound(
     for i in rows:
         p, slope = noise(float(t[block[i]]), schedule)
         masked = scored[i] and float(u[i]) < p
-        table["corrupted"][i] = mask_id if masked else tokens[i]
+        noise_id = mask_id if replacement is None else int(replacement[i])
+        table["corrupted"][i] = noise_id if masked else tokens[i]
         table["masked"][i] = masked
         table["p"][i] = p
         if masked:
@@ -393,14 +396,18 @@ def bound(
     at = torch.tensor(rows, dtype=torch.long)
     clean = torch.tensor(tokens, dtype=torch.long)
     position = torch.tensor(positions(document), dtype=torch.long)
-    mask = visible(
-        document,
-        block_size,
-        clean_relation=clean_relation,
-        own_relation=own_relation,
-        window=window,
-        corrupted=rows,
-    )
+    windows = window if isinstance(window, list) else [window] * config.layers
+    mask = [
+        visible(
+            document,
+            block_size,
+            clean_relation=clean_relation,
+            own_relation=own_relation,
+            window=of_layer,
+            corrupted=rows,
+        )
+        for of_layer in windows
+    ]
     ids = torch.cat([clean, table["corrupted"][at]])
     logits = gpt(weights, config, ids, torch.cat([position, position[at]]), mask)[length:]
     excluded = [mask_id] if exclude_mask_logit else []
@@ -409,3 +416,30 @@ def bound(
     ce = cross_entropy(logits[masked_rows], clean[scored_at], vocab, excluded)
     table["ce"][scored_at] = ce.detach()
     return Bound((table["weight"][scored_at] * ce).sum(), sum(scored), table)
+
+
+def next_token(
+    weights: dict[str, Tensor],
+    config: GPTShape,
+    tokens: Sequence[int] | Tensor,
+    document: Sequence[int] | Tensor,
+    *,
+    vocab: int,
+    supervised: Sequence[bool] | Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """(sum of cross-entropies, count) of a plain causal model over each document by itself.
+
+    Row i predicts token i + 1 of its document, where that token is supervised.
+    """
+    tokens, document = _ints(tokens), _ints(document)
+    scored = [True] * len(tokens) if supervised is None else [bool(s) for s in supervised]
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for ordinal in sorted({d for d in document if d >= 0}):
+        at = [i for i, d in enumerate(document) if d == ordinal]
+        ids = torch.tensor([tokens[i] for i in at], dtype=torch.long)
+        causal = torch.ones(len(at), len(at), dtype=torch.bool).tril()
+        logits = gpt(weights, config, ids, torch.arange(len(at)), causal)
+        keep = torch.tensor([scored[i] for i in at[1:]], dtype=torch.bool)
+        ce = cross_entropy(logits[:-1][keep], ids[1:][keep], vocab)
+        total, count = total + ce.sum(), count + int(keep.sum())
+    return total, count

@@ -4,6 +4,7 @@
 Weights come from their names, so that every layout starts from one checkpoint.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,6 +31,8 @@ class Shape:
     divisible_by: int = 16
     weighting: str = "bound"
     extra: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
+    windows: list[int | None] | None = None  # of each layer, where they differ
 
     @property
     def mask_id(self) -> int:
@@ -54,6 +57,33 @@ SHAPES = {
         (Case((19, 14), 4, window=5, own_relation="causal"),) * 4,
         weighting="one",
         extra={"add_bias_linear": True, "window_size": (4, 0)},
+    ),
+    "interleaved half rotary, every other layer windowed": Shape(
+        dataclasses.replace(LLAMA, rotary_percent=0.5, rotary_interleaved=True),
+        (Case((19, 14), 4),) * 4,
+        extra={"rotary_interleaved": True, "window_size": (4, 0), "window_attn_skip_freq": 2},
+        windows=[5, None],
+    ),
+    "uniform, cosine, antithetic": Shape(
+        LLAMA,
+        (PACKED, Case((24,), 4), Case((9, 15), 4), PACKED),
+        objective={"noise": "uniform", "schedule": "cosine", "antithetic": True},
+    ),
+    "noise per document, inverse p": Shape(
+        LLAMA,
+        (PACKED,) * 4,
+        weighting="inverse_p",
+        objective={"noise_per": "document", "interval": (0.2, 0.7)},
+    ),
+    "next-token term": Shape(
+        QWEN3,
+        (
+            Case((10, 8, 9), 4, prompts=(0,), clean_relation="token"),
+            Case((24,), 4, clean_relation="token"),
+            Case((1, 6), 4, clean_relation="token"),
+            Case((9,), 4, prompts=(0,), clean_relation="token"),
+        ),
+        objective={"ar_weight": 0.7, "diffusion_weight": 0.3},
     ),
     "fewer units than ranks, nothing supervised": Shape(
         LLAMA, (Case((3,), 4), Case((10, 6), 4, prompts=(0, 1)), Case((1,), 4), Case((9,), 4))
@@ -135,7 +165,7 @@ def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
 SLOT: int | None = None
 
 
-def settings_of(case: Case, shape: Shape, slot: int) -> Any:
+def settings_of(case: Case, shape: Shape, slot: int, micro_batches: int) -> Any:
     from megatron_bp.diffusion.objective import Objective
     from megatron_bp.sequence.plan import SequenceOptions
     from megatron_bp.training.step import StepSettings
@@ -148,8 +178,14 @@ def settings_of(case: Case, shape: Shape, slot: int) -> Any:
             clean_relation=case.clean_relation,
             own_relation=case.own_relation,
         ),
-        objective=Objective(shape.mask_id, shape.vocabulary, seed=SEED, weighting=shape.weighting),
-        check_for_nan=False,
+        objective=Objective(
+            shape.mask_id,
+            shape.vocabulary,
+            seed=SEED,
+            weighting=shape.weighting,
+            **shape.objective,
+        ),
+        micro_batches=lambda training: micro_batches,
     )
 
 
@@ -228,7 +264,9 @@ def step_on_rank(
     sent: list[Sent] = []
     with plant(fault, rank), recording(sent):
         losses = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, settings_of(shape.rows[0], shape, slot)),
+            forward_step_func=partial(
+                forward_step, settings_of(shape.rows[0], shape, slot, len(mine))
+            ),
             data_iterator=iter(mine),
             model=[model],
             num_microbatches=len(mine),
@@ -236,11 +274,20 @@ def step_on_rank(
             micro_batch_size=1,
             forward_only=False,
         )
-    total = torch.stack([x["diffusion loss"] for x in losses]).sum(0)
-    torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group(True))
+    loss, counts = 0.0, []
+    for name, factor in (
+        ("diffusion loss", shape.objective.get("diffusion_weight", 1.0)),
+        ("ar loss", shape.objective.get("ar_weight", 0.0)),
+    ):
+        if name not in losses[0]:
+            continue
+        total = torch.stack([x[name] for x in losses]).sum(0)
+        torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group(True))
+        loss += factor * (total[0] / max(1.0, total[1].item())).item()
+        counts.append(int(total[1]))
     return {
-        "loss": (total[0] / max(1.0, total[1].item())).item(),
-        "count": int(total[1]),
+        "loss": loss,
+        "count": counts,
         "sent": sent,
         "grads": {
             name.removeprefix("module."): p.main_grad.clone()
@@ -252,49 +299,69 @@ def step_on_rank(
     }
 
 
-def draws_of(case: Case, key: int) -> tuple[list[float], list[float]]:
-    """t of each block and u of each position, from the project's noise: the oracle's only input."""
+def draws_of(shape: Shape, case: Case, key: int) -> dict[str, Any]:
+    """The project's noise, all that the oracle gets of it: t of each block, u of each position."""
+    from megatron_bp.diffusion.levels import levels
     from megatron_bp.diffusion.noise import NoiseKey, Purpose, uniform
 
-    t, u = [], []
+    t, u, other = [], [], []
+    objective = settings_of(case, shape, 1, 1).objective
     for ordinal, length in enumerate(case.lengths):
         noise = NoiseKey(SEED, 0, 0, key + ordinal, 0)
         blocks = -(-length // case.block_size)
-        level = 1e-3 + (1 - uniform(noise, Purpose.LEVEL, 0, blocks)) * (1 - 1e-3)
-        t += level.astype("float32").tolist()
+        t += levels(noise, blocks, objective, objective.interval).tolist()
         u += uniform(noise, Purpose.MASK, 0, length).tolist()
-    return t, u + [1.0] * case.padding
+        ids = uniform(noise, Purpose.REPLACEMENT, 0, length) * shape.vocabulary
+        other += ids.astype(int).tolist()
+    padding = case.padding
+    replacement = other + [0] * padding if objective.noise == "uniform" else None
+    return {"t": t, "u": u + [1.0] * padding, "replacement": replacement}
 
 
 def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
     """The same step from the definitions, dense, float64, one process."""
     leaves = {name: w.double().requires_grad_() for name, w in weights.items()}
     total, count = torch.zeros((), dtype=torch.float64), 0
+    ar_total, ar_count = torch.zeros((), dtype=torch.float64), 0
+    with_ar = shape.objective.get("ar_weight", 0.0) > 0
     for i, case in enumerate(shape.rows):
         sample = sample_of(case, shape.vocabulary - 1, seed=i)
-        t, u = draws_of(case, 1000 * i + case.first)
+        if with_ar:
+            ar = oracle.next_token(
+                leaves,
+                shape.gpt,
+                sample.tokens.tolist(),
+                sample.document.tolist(),
+                vocab=shape.vocabulary,
+                supervised=sample.supervised.tolist(),
+            )
+            ar_total, ar_count = ar_total + ar[0], ar_count + ar[1]
         row = oracle.bound(
             leaves,
             shape.gpt,
             sample.tokens.tolist(),
             sample.document.tolist(),
             case.block_size,
-            t,
-            u,
+            **draws_of(shape, case, 1000 * i + case.first),
+            schedule=shape.objective.get("schedule", "linear"),
             mask_id=shape.mask_id,
             vocab=shape.vocabulary,
             weighting=shape.weighting,
             supervised=sample.supervised.tolist(),
             clean_relation=case.clean_relation,
             own_relation=case.own_relation,
-            window=case.window,
+            window=shape.windows or case.window,
         )
         total, count = total + row.total, count + row.count
-    loss = total / max(1, count)
+    loss = shape.objective.get("diffusion_weight", 1.0) * total / max(1, count)
+    counts = [count]
+    if with_ar:
+        loss = loss + shape.objective["ar_weight"] * ar_total / max(1, ar_count)
+        counts.append(ar_count)
     if loss.requires_grad:
         loss.backward()
     grads = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in leaves.items()}
-    return {"loss": loss.item(), "count": count, "grads": grads}
+    return {"loss": loss.item(), "count": counts, "grads": grads}
 
 
 def worst_gradient(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:

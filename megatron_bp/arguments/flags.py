@@ -1,6 +1,7 @@
 """The flags that this project adds to Megatron's. Names are fixed: docs/running.md lists them."""
 
 import argparse
+import functools
 from typing import NoReturn
 
 USAGE = "pretrain_bdlm.py [CONFIG.yaml] [--any-megatron-or-bdlm-flag VALUE ...]"
@@ -33,9 +34,24 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         "--diffusion-block-size", type=int, default=32, help="Tokens a block; the last may be short"
     )
     add("--mask-token-id", type=int, default=None, help="Id that a corrupted token becomes.")
-    add("--noise", choices=["absorbing"], default="absorbing", help="What corruption does.")
-    add("--noise-per", choices=["block"], default="block", help="What shares a noise level.")
-    add("--noise-schedule", choices=["linear"], default="linear", help="p(t) = t.")
+    add(
+        "--noise",
+        choices=["absorbing", "uniform"],
+        default="absorbing",
+        help="A corrupted token becomes the mask, or a random id of the true vocabulary.",
+    )
+    add(
+        "--noise-per",
+        choices=["block", "document"],
+        default="block",
+        help="What shares a noise level.",
+    )
+    add(
+        "--noise-schedule",
+        choices=["linear", "cosine"],
+        default="linear",
+        help="p(t) = t, or p(t) = 1 - cos(pi t / 2).",
+    )
     add(
         "--noise-interval",
         type=float,
@@ -46,9 +62,21 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
     )
     add(
         "--loss-weighting",
-        choices=["bound", "one"],
+        choices=["bound", "one", "inverse_p"],
         default="bound",
-        help="Weight of a corrupted token: p'(t)/p(t), the likelihood bound's, or 1.",
+        help="Weight of a corrupted token: p'(t)/p(t), the likelihood bound's; 1; or 1/p(t).",
+    )
+    add(
+        "--antithetic",
+        action="store_true",
+        help="Spread the noise levels of a document's blocks evenly over the interval.",
+    )
+    add("--diffusion-loss-weight", type=float, default=1.0, help="Factor of the diffusion term.")
+    add(
+        "--ar-loss-weight",
+        type=float,
+        default=0.0,
+        help="Factor of the next-token term on clean rows; needs --clean-relation token.",
     )
     add(
         "--clean-relation",
@@ -61,6 +89,23 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         choices=["bidirectional", "causal"],
         default="bidirectional",
         help="A corrupted row sees its whole block, or its block up to itself.",
+    )
+    add(
+        "--eval-draws",
+        type=int,
+        default=1,
+        help="Noise draws of each validation sample; an evaluation runs --eval-iters of each.",
+    )
+    add(
+        "--on-nonfinite",
+        choices=["stop", "skip"],
+        default="stop",
+        help="A NaN or infinite loss stops the run, or its step's update is skipped on all ranks.",
+    )
+    add(
+        "--print-config",
+        action="store_true",
+        help="Print what was given, resolved and derived, and exit.",
     )
     add(
         "--metrics-file",
@@ -77,8 +122,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"pretrain_bdlm.py: error: {message}\nusage: {USAGE}\n")
 
 
+@functools.cache
 def full_parser() -> argparse.ArgumentParser:
-    """Megatron's parser with our flags."""
+    """Megatron's parser with our flags; made once, since its 800 flags take a while."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = _Parser(usage=USAGE, allow_abbrev=False)

@@ -61,11 +61,12 @@ def _parallel(args: Namespace) -> None:
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False):
             _no(f"--{name.replace('_', '-')}: not implemented yet; leave it out")
-    if args.micro_batch_size not in (None, 1):
-        _no(
-            f"--micro-batch-size {args.micro_batch_size}: a micro-batch is one packed row; set 1 "
-            f"and raise --global-batch-size or --seq-length"
-        )
+    for name in ("micro_batch_size", "eval_micro_batch_size"):
+        if getattr(args, name) not in (None, 1):
+            _no(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: a micro-batch is one packed "
+                f"row; set 1 and raise --global-batch-size or --seq-length"
+            )
 
 
 def refuse_world(args: Namespace, world_size: int) -> None:
@@ -132,8 +133,15 @@ def _model(args: Namespace) -> None:
         _no("--use-mup: scales the logits in Megatron's own output step, which is replaced")
     if args.hybrid_layer_pattern or args.hybrid_override_pattern or args.is_hybrid_model:
         _no("hybrid (Mamba) models: a corrupted block needs the prefix's state; use a GPT model")
-    if args.window_size is not None and args.window_size[0] < 0:
-        _no(f"--window-size {args.window_size}: the first number is the window minus 1, at least 0")
+    if args.window_size is not None and (args.window_size[0] < 0 or args.window_size[1] != 0):
+        _no(
+            f"--window-size {args.window_size}: the first number is the window minus 1, at least "
+            f"0; the second, tokens to the right, must be 0: what a row sees there is its block's"
+        )
+    if args.qk_l2_norm:
+        _no("--qk-l2-norm: Megatron's local layer spec leaves it out; use --qk-layernorm")
+    if not 0 < args.rotary_percent <= 1:
+        _no(f"--rotary-percent {args.rotary_percent}: must be above 0 and at most 1")
     if args.fp8 or args.fp4:
         _no("--fp8-format / --fp4-format need Transformer Engine, which is not implemented yet")
 
@@ -146,8 +154,34 @@ def _data(args: Namespace) -> None:
             "--mask-token-id is not set: corrupted tokens become this id; give the id of the "
             "tokenizer's mask token, an id that no text holds"
         )
+    if args.ar_loss_weight > 0 and args.clean_relation != "token":
+        _no(
+            f"--ar-loss-weight {args.ar_loss_weight} with --clean-relation {args.clean_relation}: "
+            f"a clean row sees the rest of its block, so it would see the token it predicts; use "
+            f"--clean-relation token"
+        )
+    if args.eval_draws < 1:
+        _no(f"--eval-draws {args.eval_draws}: must be at least 1")
     if args.seq_length is None or args.seq_length < 1:
         _no(f"--seq-length {args.seq_length}: give the packed length of a row in clean tokens")
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data"):
+        if getattr(args, name, False):
+            _no(
+                f"--{name.replace('_', '-')}: is of Megatron's own samples; here every document "
+                f"has its own positions, sees itself alone and is scored whole: leave it out"
+            )
+    if args.full_validation:
+        _no("--full-validation: not implemented yet; set --eval-iters to the rows of the split")
+    if args.dataloader_type == "external":
+        _no("--dataloader-type external: rows come from --data-path; leave it out")
+    if args.yaml_cfg is not None:
+        _no(f"--yaml-cfg {args.yaml_cfg}: give the config file as the first argument")
+    if args.save and not args.save_interval:
+        _no(f"--save {args.save} without --save-interval: say how many steps lie between saves")
+    for name, least in (("train_iters", 1), ("global_batch_size", 1), ("eval_iters", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            _no(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.multiple_validation_sets:
         _no("--multiple-validation-sets: not implemented yet; give one blend of validation data")
     if args.sft:
@@ -160,16 +194,19 @@ def _data(args: Namespace) -> None:
             "no data: give --data-path PREFIX of a .bin/.idx pair; "
             "`python -m megatron_bp.tools.prepare` makes one"
         )
-    lists = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
-    for prefix in (p for given in lists for p in given or ()):
-        if _is_weight(prefix):
-            continue
+    for prefix in data_prefixes(args):
         for suffix in (".bin", ".idx"):
             if not Path(prefix + suffix).is_file():
                 _no(
                     f"{prefix}{suffix}: no such file; --data-path takes the prefix of a .bin/.idx "
                     f"pair (`python -m megatron_bp.tools.prepare` makes one)"
                 )
+
+
+def data_prefixes(args: Namespace) -> list[str]:
+    """The prefixes of .bin/.idx pairs that the flags name, without the weights of a blend."""
+    lists = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
+    return [p for given in lists for p in given or () if not _is_weight(p)]
 
 
 def _is_weight(text: str) -> bool:

@@ -32,7 +32,12 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Packed rows of `length` tokens made of a source's documents."""
 
     def __init__(
-        self, source: DocumentSource, length: int, split: int, size: int | None = None
+        self,
+        source: DocumentSource,
+        length: int,
+        split: int,
+        size: int | None = None,
+        draws: int = 1,
     ) -> None:
         """Wrap a source.
 
@@ -43,11 +48,14 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
             size: samples to offer, default all. More than the source holds means reading it again
                 from the start: Megatron goes on through the validation samples from one evaluation
                 to the next, and so every evaluation reads the same ones.
+            draws: noise draws of an evaluation: pass d over the source (modulo `draws`) is epoch d.
+                A training pass is always an epoch of its own.
         """
         self.source = source
         self.length = length
         self.split = split
-        self.size = len(source) if size is None else size
+        self.size = len(source) * draws if size is None else size
+        self.draws = draws
 
     def __len__(self) -> int:
         return self.size
@@ -57,7 +65,8 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
         epoch = 0
         if idx is not None:
             # A blend without weights holds each sample once: reading it again needs new noise.
-            epoch = idx // len(self.source) if self.split == TRAIN else 0
+            again = idx // len(self.source)
+            epoch = again if self.split == TRAIN else again % self.draws
             idx = idx % len(self.source)
         item = self.source[idx]
         documents: tuple[Document, ...] = item["documents"]
@@ -71,6 +80,7 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
             "position": sample.position,
             "supervised": sample.supervised,
             "document_keys": sample.document_keys,
+            "document_bytes": sample.document_bytes,
             "split": sample.split,
             "epoch": sample.epoch,
         }
@@ -92,19 +102,23 @@ class FirstSamples:
 
 
 def build_datasets(
-    config: GPTDatasetConfig, sizes: list[int | None], evaluation: int | None
+    config: GPTDatasetConfig, sizes: list[int | None], evaluation: int | None, draws: int = 1
 ) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
     """Training, validation and test samples, built by Megatron: blends and caches are its own.
 
     Args:
         config: Megatron's data set config; its sequence_length is the row length.
         sizes: samples that the run will read of each split; None for all of one epoch.
-        evaluation: samples of one evaluation; None for all.
+        evaluation: samples of one draw of one evaluation; None for all.
+        draws: noise draws of each in one evaluation.
 
     Raises:
         ValueError: a split holds no sample.
     """
-    wanted = [sizes[TRAIN], *(evaluation if sizes[s] else sizes[s] for s in (VALIDATION, TEST))]
+    wanted: list[int | None] = [
+        sizes[TRAIN],
+        *(evaluation if sizes[s] else sizes[s] for s in (VALIDATION, TEST)),
+    ]
     sources = BlendedMegatronDatasetBuilder(DocumentDataset, wanted, lambda: True, config).build()
     out: list[SampleDataset | None] = []
     for split, (source, size) in enumerate(zip(sources, sizes, strict=True)):
@@ -126,7 +140,8 @@ def build_datasets(
             )
         if split != TRAIN and evaluation is not None:
             source = FirstSamples(source, evaluation)
-        out.append(SampleDataset(source, config.sequence_length, split, size))
+        passes = 1 if split == TRAIN else draws
+        out.append(SampleDataset(source, config.sequence_length, split, size, passes))
     return out[TRAIN], out[VALIDATION], out[TEST]
 
 
@@ -149,6 +164,7 @@ def sample_of(batch: dict[str, Tensor]) -> Sample:
         position=arrays["position"],
         supervised=arrays["supervised"],
         document_keys=arrays["document_keys"].astype(np.int64, copy=False),
+        document_bytes=arrays["document_bytes"],
         split=int(arrays["split"]),
         epoch=int(arrays["epoch"]),
     )

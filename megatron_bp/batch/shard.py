@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_bp.diffusion.corruption import Corruption
+from megatron_bp.diffusion.corruption import Corruption, Term
 from megatron_bp.sequence.packing import Sample
 from megatron_bp.sequence.plan import SequencePlan
 from megatron_bp.sequence.visibility import (
@@ -25,27 +25,46 @@ from megatron_bp.sequence.visibility import (
 
 
 @dataclass(frozen=True, eq=False)
-class LocalBatch:
-    """The S rows of this rank (int64[S] unless said, on the CPU).
+class LocalTerm:
+    """One loss term on this rank's S rows.
 
     Attributes:
-        input_ids: token of each row.
-        position_ids: position inside its document.
-        labels: id it predicts.
+        name: see `diffusion.corruption.Term`, as are all others.
+        labels: int64[S], id that each row predicts.
         weights: float32[S], weight of its cross-entropy; 0 = not scored.
+        count: this rank's share of the term's count.
+        factor: of the term in the total.
+    """
+
+    name: str
+    labels: Tensor
+    weights: Tensor
+    count: int
+    factor: float
+
+
+@dataclass(frozen=True, eq=False)
+class LocalBatch:
+    """The S rows of this rank (tensors on the CPU).
+
+    Attributes:
+        input_ids: int64[S], token of each row.
+        position_ids: int64[S], position inside its document.
+        terms: the loss terms.
+        p: float32[S], probability with which the row's token was corrupted; 0 for a clean row.
+        corrupted: how many of the rows' tokens were corrupted.
         num_clean: the first `num_clean` rows are clean.
         visibility: one for each distinct window of the model's layers (None = no window).
-        count: this rank's share of the loss count.
         clean_tokens: clean rows that are tokens of the sample (rows that fill up left out).
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    labels: Tensor
-    weights: Tensor
+    terms: tuple[LocalTerm, ...]
+    p: Tensor
+    corrupted: int
     num_clean: int
     visibility: dict[int | None, Visibility]
-    count: int
     clean_tokens: int
 
 
@@ -68,13 +87,20 @@ def local_batch(
         parts = [of_clean.astype(of_corrupted.dtype), nothing, of_corrupted]
         return torch.from_numpy(np.concatenate(parts))
 
+    def local(term: Term) -> LocalTerm:
+        def rows(column: NDArray[Any]) -> Tensor:
+            return join(column[clean], column[length + corrupted])
+
+        count = int(torch.count_nonzero(rows(term.counted)))
+        return LocalTerm(term.name, rows(term.labels), rows(term.weights), count, term.factor)
+
     return LocalBatch(
         input_ids=join(sample.tokens[clean], corruption.tokens[corrupted]),
         position_ids=join(sample.position[clean], sample.position[of_corrupted].astype(np.int64)),
-        labels=join(corruption.labels[clean], corruption.labels[length + corrupted]),
-        weights=join(corruption.weights[clean], corruption.weights[length + corrupted]),
+        terms=tuple(local(term) for term in corruption.terms),
+        p=join(np.zeros(len(clean)), corruption.p[corrupted]),
+        corrupted=int(np.count_nonzero(corruption.corrupted[corrupted])),
         num_clean=len(clean) + filling,
         visibility={w: visibility(plan, clean, corrupted, w, filling) for w in windows},
-        count=int(np.count_nonzero(sample.supervised[of_corrupted])),
         clean_tokens=len(clean),
     )

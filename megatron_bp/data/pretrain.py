@@ -5,11 +5,13 @@ Its own `__getitem__` drops the document boundaries; this subclass returns the p
 Knows nothing of blocks, noise or ranks.
 """
 
+import math
 from typing import Any
 
 import numpy as np
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
+from megatron_bp.data.checks import document_bytes
 from megatron_bp.data.document import Document
 
 # A key's bits, from the top: data set of a blend (11), sample (32), piece of the sample (20).
@@ -39,17 +41,29 @@ class DocumentDataset(GPTDataset):
         """
         if idx is None:
             return {"documents": ()}
-        text, _, lengths = self._query_document_sample_shuffle_indices(idx)
+        text, of_documents, lengths = self._query_document_sample_shuffle_indices(idx)
         place = int(self.shuffle_index[idx])
         assert place < 1 << SAMPLE_BITS
         assert len(lengths) <= 1 << PIECE_BITS
         documents = []
         stop = 0
-        for ordinal, length in enumerate(lengths):
+        for ordinal, (of, length) in enumerate(zip(of_documents, lengths, strict=True)):
             start, stop = stop, stop + int(length)
             if length == 0:
                 continue
             tokens = text[start:stop].astype(np.int32)
             key = place << PIECE_BITS | ordinal
-            documents.append(Document(tokens, np.ones(len(tokens), dtype=np.bool_), key))
+            supervised = np.ones(len(tokens), dtype=np.bool_)
+            documents.append(
+                Document(tokens, supervised, key, self._bytes_of(int(of), len(tokens)))
+            )
         return {"documents": tuple(documents)}
+
+    def _bytes_of(self, document: int, tokens: int) -> float:
+        """UTF-8 bytes of `tokens` tokens of a document, in proportion; NaN if not known."""
+        if not hasattr(self, "_document_bytes"):
+            self._document_bytes = document_bytes(self.dataset.path_prefix)
+        if self._document_bytes is None:
+            return math.nan
+        whole = int(self.dataset.sequence_lengths[document])
+        return float(self._document_bytes[document]) * tokens / whole

@@ -1,22 +1,55 @@
-"""The loss that is told: a sum and the count that divides it.
+"""How loss terms become one loss: sums over the whole step, each divided by its own count.
 
-No mean is ever formed per rank or per micro-batch: sums and counts are added over the whole step
-and divided once.
+Megatron divides a step's gradients once, by the sum of the integers that ranks and micro-batches
+return. That sum is the count of one term, the reference; any other term is scaled beforehand by
+N_ref / N. No mean is ever formed per rank or per micro-batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class LossSum:
-    """One loss term on this rank.
+@dataclass(frozen=True)
+class TermScales:
+    """What multiplies each term's sum, and which term's count divides the step.
 
     Attributes:
-        total: float32 scalar with gradient, sum of weight x cross-entropy over this rank's rows.
-        count: this rank's share of the count that divides the whole step's sum.
+        reference: index of the term whose count Megatron divides by.
+        scales: of each term: its factor x N_ref / N, or 0 where it counts nothing.
+    """
+
+    reference: int
+    scales: tuple[float, ...]
+
+
+def term_scales(counts: Sequence[int], factors: Sequence[float]) -> TermScales:
+    """The scales of terms with the given counts over the whole step.
+
+    The total loss is sum_k factor_k * sum_k / N_k; a term that counts nothing contributes 0. The
+    counts of a single term need not be known: it is its own reference.
+    """
+    if len(counts) == 1:
+        return TermScales(0, (factors[0],))
+    reference = next((k for k, n in enumerate(counts) if n > 0), 0)
+    return TermScales(
+        reference,
+        tuple(
+            factor * counts[reference] / n if n > 0 else 0.0
+            for factor, n in zip(factors, counts, strict=True)
+        ),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LossSum:
+    """The loss of a micro-batch on this rank.
+
+    Attributes:
+        total: scalar with gradient, sum over terms of scale x weight x cross-entropy.
+        count: this rank's share of the reference term's count.
     """
 
     total: Tensor
@@ -31,7 +64,8 @@ class LossSum:
         count = torch.tensor(self.count, dtype=torch.int, device=self.total.device)
         return self.total, count
 
-    def for_report(self) -> Tensor:
-        """float64[2]: (sum, count), detached."""
-        total = self.total.detach().to(torch.float64)
-        return torch.stack([total, total.new_tensor(self.count)])
+
+def report(total: Tensor, count: int) -> Tensor:
+    """float64[2]: (sum, count), detached, as Megatron's log line adds them up."""
+    total = total.detach().to(torch.float64)
+    return torch.stack([total, total.new_tensor(count)])

@@ -17,6 +17,8 @@ class Purpose(IntEnum):
 
     LEVEL = 0  # one draw a block: the noise level
     MASK = 1  # one draw a position: corrupted or not
+    REPLACEMENT = 2  # one draw a position: the id it becomes under uniform noise
+    ORDER = 3  # one draw a block: the order in which antithetic levels are dealt
 
 
 @dataclass(frozen=True)

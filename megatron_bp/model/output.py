@@ -7,69 +7,98 @@ true vocabulary, which Megatron pads to a multiple of 128 x TP, take no part in 
 
 # Shapes: R scored rows (r in a chunk), H hidden size, P padded vocabulary, V true vocabulary.
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_bp.batch.shard import LocalTerm
+
 CHUNK_LOGITS = 1 << 25  # logits a chunk may hold: 128 MiB in float32
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Which rows are scored, on what, with what weight.
+    """Which rows are scored, on what, with what weight; a row may be scored by several terms.
 
     Attributes:
         rows: int64[R], rows of this rank.
         labels: int64[R], true id each predicts.
-        weights: float32[R].
-        vocabulary: number of true ids.
+        weights: float32[R], of its cross-entropy in its term's sum.
+        scale: float32[R], of its term in the total.
+        term: int64[R], which term scores it.
     """
 
     rows: Tensor
     labels: Tensor
     weights: Tensor
-    vocabulary: int
+    scale: Tensor
+    term: Tensor
 
     def to(self, device: torch.device) -> "Scored":
         """The same on a device."""
-        rows, labels, weights = (
-            tensor.to(device, non_blocking=True)
-            for tensor in (self.rows, self.labels, self.weights)
-        )
-        return Scored(rows, labels, weights, self.vocabulary)
+        columns = (self.rows, self.labels, self.weights, self.scale, self.term)
+        return Scored(*(column.to(device, non_blocking=True) for column in columns))
 
 
-def scored_rows(labels: Tensor, weights: Tensor, vocabulary: int) -> Scored:
-    """The rows of non-zero weight, from labels int64[S] and weights float32[S] on the CPU."""
-    rows = torch.nonzero(weights).flatten()
-    return Scored(rows, labels[rows], weights[rows], vocabulary)
-
-
-def loss_head(
-    *,
-    hidden_states: Tensor,
-    output_layer: torch.nn.Module,
-    output_weight: Tensor | None,
-    context: Scored,
-    **unused: Any,
-) -> Tensor:
-    """Sum of weight x cross-entropy over the scored rows: GPTModel's `output_processor`.
+def scored_rows(terms: Sequence[LocalTerm], scales: Sequence[float]) -> Scored:
+    """The rows of non-zero weight of all terms, one term after the other.
 
     Args:
-        hidden_states: [S, 1, H].
-        output_layer: holds the output weight [P, H] unless it is tied.
-        output_weight: the tied embedding, or None.
-        context: the scored rows, on the device of the hidden states.
-        unused: what else GPTModel offers.
+        terms: this rank's terms.
+        scales: factor of each in the total, what its count has to do with it included.
     """
-    weight = output_weight if output_weight is not None else output_layer.weight
-    assert isinstance(weight, Tensor)
-    hidden_RH = hidden_states[:, 0].index_select(0, context.rows)
-    return weighted_cross_entropy(
-        hidden_RH, weight, context.labels, context.weights, context.vocabulary
+    rows = [torch.nonzero(term.weights).flatten() for term in terms]
+    sizes = torch.tensor([len(r) for r in rows])
+    return Scored(
+        rows=torch.cat(rows),
+        labels=torch.cat([term.labels[r] for term, r in zip(terms, rows, strict=True)]),
+        weights=torch.cat([term.weights[r] for term, r in zip(terms, rows, strict=True)]),
+        scale=torch.tensor(scales, dtype=torch.float32).repeat_interleave(sizes),
+        term=torch.arange(len(terms)).repeat_interleave(sizes),
     )
+
+
+class LossHead:
+    """GPTModel's `output_processor` for one micro-batch.
+
+    Attributes:
+        scored: the scored rows, on the device of the hidden states.
+        vocabulary: number of true ids.
+        cross_entropy: float[R] after the forward, detached: of each scored row.
+    """
+
+    def __init__(self, scored: Scored, vocabulary: int) -> None:
+        self.scored = scored
+        self.vocabulary = vocabulary
+        self.cross_entropy: Tensor | None = None
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: Tensor | None,
+        **unused: Any,
+    ) -> Tensor:
+        """Sum of scale x weight x cross-entropy over the scored rows.
+
+        Args:
+            hidden_states: [S, 1, H].
+            output_layer: holds the output weight [P, H] unless it is tied.
+            output_weight: the tied embedding, or None.
+            unused: what else GPTModel offers.
+        """
+        weight = output_weight if output_weight is not None else output_layer.weight
+        assert isinstance(weight, Tensor)
+        scored = self.scored
+        hidden_RH = hidden_states[:, 0].index_select(0, scored.rows)
+        total, self.cross_entropy = weighted_cross_entropy(
+            hidden_RH, weight, scored.labels, scored.weights * scored.scale, self.vocabulary
+        )
+        return total
 
 
 def weighted_cross_entropy(
@@ -79,16 +108,18 @@ def weighted_cross_entropy(
     weights_R: Tensor,
     vocabulary: int,
     chunk_logits: int = CHUNK_LOGITS,
-) -> Tensor:
-    """Scalar sum_r weights_r * -log softmax(hidden_r weight[:vocabulary]^T)[labels_r].
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum, and what it sums.
 
-    In float32 (float64 for float64 inputs). R may be 0: the result is 0, still differentiable.
+    ce_r = -log softmax(hidden_r weight[:vocabulary]^T)[labels_r]; the first is the scalar
+    sum_r weights_r ce_r, differentiable, the second ce [R], detached. In float32 (float64 for
+    float64 inputs). R may be 0: the sum is 0, still differentiable.
     """
     with_grad = torch.is_grad_enabled()
-    out: Tensor = _WeightedCrossEntropy.apply(
+    total, cross_entropy_R = _WeightedCrossEntropy.apply(
         hidden_RH, weight_PH, labels_R, weights_R, vocabulary, chunk_logits, with_grad
     )
-    return out
+    return total, cross_entropy_R
 
 
 class _WeightedCrossEntropy(torch.autograd.Function):
@@ -102,10 +133,10 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         vocabulary: int,
         chunk_logits: int,
         with_grad: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if hidden_RH.dtype == torch.float64 else torch.float32
         weight_VH = weight_PH[:vocabulary]
-        total = torch.zeros((), dtype=torch.float64, device=hidden_RH.device)
+        cross_entropy_R = hidden_RH.new_empty(len(hidden_RH), dtype=wide)
         dhidden_RH = torch.empty_like(hidden_RH) if with_grad else None
         dweight_PH = torch.zeros_like(weight_PH, dtype=wide) if with_grad else None
         step = max(1, chunk_logits // vocabulary)
@@ -115,7 +146,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
             factor_r1 = weights_R[rows, None].to(wide)
             logits_rV = (hidden_rH @ weight_VH.mT).to(wide)
             lse_r1 = torch.logsumexp(logits_rV, -1, keepdim=True)
-            total += (factor_r1 * (lse_r1 - logits_rV.gather(1, labels_r1))).sum(dtype=total.dtype)
+            cross_entropy_R[rows] = (lse_r1 - logits_rV.gather(1, labels_r1))[:, 0]
             if dhidden_RH is None or dweight_PH is None:
                 continue
             dlogits_rV = logits_rV.sub_(lse_r1).exp_()
@@ -128,7 +159,9 @@ class _WeightedCrossEntropy(torch.autograd.Function):
                 dweight_PH[:vocabulary] += dlogits_rV.mT @ hidden_rH
         if dhidden_RH is not None and dweight_PH is not None:
             ctx.save_for_backward(dhidden_RH, dweight_PH.to(weight_PH.dtype))
-        return total.to(wide)
+        ctx.mark_non_differentiable(cross_entropy_R)
+        total = (weights_R.to(torch.float64) * cross_entropy_R).sum().to(wide)
+        return total, cross_entropy_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -22,6 +22,7 @@ class Sample:
         position: int32[T], position inside the document; 0 for padding.
         supervised: bool[T], may be corrupted and scored; False for padding.
         document_keys: int64[D], `Document.key` of each document.
+        document_bytes: float64[D], `Document.bytes` of each document.
         split: 0 train, 1 validation, 2 test.
         epoch: pass over the data; 0 where the keys already tell passes apart.
     """
@@ -31,6 +32,7 @@ class Sample:
     position: NDArray[np.int32]
     supervised: NDArray[np.bool_]
     document_keys: NDArray[np.int64]
+    document_bytes: NDArray[np.float64]
     split: int
     epoch: int
 
@@ -58,4 +60,5 @@ def pack(documents: Sequence[Document], length: int, split: int = 0, epoch: int 
         document[:used] = np.repeat(np.arange(len(documents)), sizes)
         position[:used] = np.arange(used) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     keys = np.array([d.key for d in documents], dtype=np.int64)
-    return Sample(tokens, document, position, supervised, keys, split, epoch)
+    bytes_ = np.array([d.bytes for d in documents], dtype=np.float64)
+    return Sample(tokens, document, position, supervised, keys, bytes_, split, epoch)

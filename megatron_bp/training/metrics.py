@@ -1,18 +1,12 @@
-"""What a step did, exactly: one JSON row a step and one an evaluation, in metrics.jsonl.
+"""What a step did, exactly: sums over its micro-batches and ranks, divided once.
 
-Megatron's printed line averages the first two steps after a start, in float32; these rows do not.
-Sums are added in float64 over all ranks and divided once. Hooks into Megatron's loop by wrapping
-`training_log` and `evaluate_and_print_results`, the two places it passes once a step and once an
-evaluation on every rank.
+Megatron's printed line averages the first two steps after a start, in float32; these do not.
+Everything is added in float64 over all ranks that share the step. Who writes the rows where is
+`training/record.py`.
 """
 
-import inspect
-import json
-import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,167 +14,225 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bp.attention.exchange import CleanExchange
+from megatron_bp.batch.shard import LocalBatch
+from megatron_bp.model.output import LossHead
 from megatron_bp.parallel.collectives import gather_numbers
+
+BINS = 10  # of the probability of corruption, each 0.1 wide
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """One micro-batch's numbers on this rank.
+class Sums:
+    """Sums of one micro-batch on this rank, on its device, detached.
 
     Attributes:
-        loss: scalar, sum of weight x cross-entropy.
-        count: this rank's share of the loss count.
-        masked: rows that carry a loss.
-        clean_tokens: clean rows that are tokens of the sample.
-        rows: rows computed.
-        cost: planned work in visible pairs.
-        exchange: knows the bytes sent once the backward is done.
+        by_term: float64[K], sum of weight x cross-entropy of each term.
+        bin_loss: float64[BINS], sum of unweighted cross-entropy of the diffusion term's scored rows
+            by their probability of corruption.
+        bin_rows: float64[BINS], number of those rows.
     """
 
-    loss: Tensor
-    count: int
-    masked: int
-    clean_tokens: int
+    by_term: Tensor
+    bin_loss: Tensor
+    bin_rows: Tensor
+
+
+def measure(batch: LocalBatch, head: LossHead) -> Sums:
+    """The sums of a micro-batch whose forward is done."""
+    assert head.cross_entropy is not None
+    scored, loss = head.scored, head.cross_entropy.to(torch.float64)
+    by_term = loss.new_zeros(len(batch.terms))
+    by_term.index_add_(0, scored.term, loss * scored.weights)
+    p = batch.p.to(loss.device)[scored.rows]
+    place = (p * BINS).long().clamp(max=BINS - 1)
+    diffusion = torch.tensor(
+        [term.name == "diffusion" for term in batch.terms], device=loss.device
+    )[scored.term]
+    zeros = loss.new_zeros(BINS)
+    return Sums(
+        by_term,
+        zeros.index_add(0, place, loss * diffusion),
+        zeros.index_add(0, place, diffusion.to(torch.float64)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What a step or an evaluation did, over all ranks.
+
+    Attributes:
+        loss: of each term, sum / count; 0 where nothing is counted.
+        loss_sum, count: of each term.
+        total: sum over terms of factor x loss.
+        bins: mean cross-entropy of scored rows by probability of corruption; None where no row.
+        corrupted, scored, rows: rows whose token was corrupted, that carry a loss, in all.
+        clean_tokens: tokens of the samples, counted once.
+        bytes_sent: by all ranks, in the exchange of clean K/V.
+        balance: worst / mean cost of a rank; see `_balance`.
+        seconds: from its first forward to its end.
+        memory: bytes at the peak, of the rank that holds most.
+        samples: float64[samples, 3], of each micro-batch over the ranks that share it, in the order
+            of the samples: sum and count of the first term, and bytes of text.
+    """
+
+    loss: dict[str, float]
+    loss_sum: dict[str, float]
+    count: dict[str, int]
+    total: float
+    bins: list[float | None]
+    corrupted: int
+    scored: int
     rows: int
-    cost: int
-    exchange: CleanExchange
+    clean_tokens: int
+    bytes_sent: int
+    balance: float
+    seconds: float
+    memory: int
+    samples: Tensor
+
+
+@dataclass
+class _Pile:
+    """What the micro-batches since the last step left on this rank."""
+
+    sums: list[Sums] = field(default_factory=list)
+    batches: list[LocalBatch] = field(default_factory=list)
+    exchanges: list[CleanExchange] = field(default_factory=list)
+    bytes_of_text: list[float] = field(default_factory=list)
+    costs: list[int] = field(default_factory=list)
+    began: float = 0.0
 
 
 class Metrics:
-    """Collects micro-batches and writes a row for each step and each evaluation."""
+    """Collects micro-batches; `finish` adds them up over the ranks."""
 
-    def __init__(self, path: Path | None, is_bound: bool) -> None:
-        """Write to `path`, if any, from the last rank.
-
-        Args:
-            path: the metrics file; rows of steps that are run again after a resume are replaced.
-            is_bound: the validation loss is a bound on the negative log-likelihood.
-        """
-        self.path = path
-        self.is_bound = is_bound
-        self._batches: list[MicroBatch] = []
-        self._began = 0.0
-        self._opened = False
+    def __init__(self) -> None:
+        self._pile = _Pile()
 
     def begin(self) -> None:
         """A micro-batch begins; the first one of a step starts its clock."""
-        if not self._batches:
-            self._began = time.perf_counter()
+        if not self._pile.batches:
+            self._pile.began = time.perf_counter()
 
-    def add(self, batch: MicroBatch) -> None:
-        """A micro-batch's forward is done."""
-        self._batches.append(batch)
-
-    def install(self, group: Callable[[], dist.ProcessGroup]) -> None:
-        """Wrap Megatron's two logging functions.
+    def add(
+        self,
+        sums: Sums,
+        batch: LocalBatch,
+        cost: int,
+        exchange: CleanExchange,
+        bytes_of_text: float,
+    ) -> None:
+        """A micro-batch's forward is done; its exchange still counts until the step ends.
 
         Args:
-            group: gives the ranks that share a step's samples and rows (data and slot), once
-                Megatron's parallel state stands.
+            sums: see `measure`.
+            batch: this rank's rows.
+            cost: this rank's planned work in visible pairs.
+            exchange: knows the bytes sent once the backward is done.
+            bytes_of_text: of the whole sample on one rank of the slot, 0 on the others; NaN where
+                the data does not tell.
         """
-        from megatron.training import training
+        self._pile.bytes_of_text.append(bytes_of_text)
+        self._pile.sums.append(sums)
+        self._pile.batches.append(batch)
+        self._pile.exchanges.append(exchange)
+        self._pile.costs.append(cost)
 
-        log, evaluate = training.training_log, training.evaluate_and_print_results
-        signature = inspect.signature(log)
-        evaluation = inspect.signature(evaluate)
+    def drop(self) -> None:
+        """Forget what was collected."""
+        self._pile = _Pile()
 
-        def training_log(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            extra = {
-                "learning_rate": _number(given["learning_rate"]),
-                "grad_norm": _number(given["grad_norm"]),
-                "skipped": int(given["skipped_iter"]),
-            }
-            self.write("train", given["iteration"], extra, group())
-            return log(*args, **kwargs)
+    def finish(self, group: dist.ProcessGroup, slot: int) -> Step | None:
+        """The step that ends now; None if this rank had no micro-batch. Collective.
 
-        def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
-            given = evaluation.bind(*args, **kwargs).arguments
-            self._batches.clear()
-            result = evaluate(*args, **kwargs)
-            name = "test" if "test set" in given["prefix"] else "validation"
-            self.write(name, given["iteration"], {}, group())
-            return result
-
-        training.training_log = training_log
-        training.evaluate_and_print_results = evaluate_and_print_results
-
-    def write(
-        self, kind: str, iteration: int, extra: dict[str, Any], group: dist.ProcessGroup
-    ) -> None:
-        """Add up the micro-batches over the group, write one row, and start afresh. Collective."""
-        seconds = time.perf_counter() - self._began
-        batches, self._batches = self._batches, []
-        if not batches:
-            return
-        loss = torch.stack([b.loss for b in batches]).sum(dtype=torch.float64).item()
-        mine = [
-            loss,
-            sum(b.count for b in batches),
-            sum(b.masked for b in batches),
-            sum(b.clean_tokens for b in batches),
-            sum(b.rows for b in batches),
-            sum(b.exchange.bytes_sent for b in batches),
-            sum(b.cost for b in batches),
+        Args:
+            group: ranks that share the step's samples and rows, those of a slot side by side.
+            slot: ranks of a slot.
+        """
+        seconds = time.perf_counter() - self._pile.began
+        pile, self._pile = self._pile, _Pile()
+        if not pile.batches:
+            return None
+        terms = pile.batches[0].terms
+        first = pile.sums[0].by_term
+        counts = [[b.terms[k].count for b in pile.batches] for k in range(len(terms))]
+        numbers = [
+            sum(b.corrupted for b in pile.batches),
+            sum(int(torch.count_nonzero(t.weights)) for b in pile.batches for t in b.terms),
+            sum(len(b.input_ids) for b in pile.batches),
+            sum(b.clean_tokens for b in pile.batches),
+            sum(e.bytes_sent for e in pile.exchanges),
+            torch.cuda.max_memory_allocated(),
         ]
-        device = batches[0].loss.device
-        local = torch.tensor(mine, dtype=torch.float64, device=device)
-        every = gather_numbers(local, group)
-        if self.path is None or dist.get_rank() != dist.get_world_size() - 1:
-            return
-        total = every.sum(0).tolist()
-        count, clean = int(total[1]), int(total[3])
-        cost = every[:, 6]
-        row: dict[str, Any] = {
-            "kind": kind,
-            "iteration": iteration,
-            "loss": total[0] / max(1, count),
-            "loss_sum": total[0],
-            "count": count,
-            "masked": int(total[2]),
-            "clean_tokens": clean,
-            "rows": int(total[4]),
-            "bytes_sent": int(total[5]),
-            "balance": (cost.max() / cost.mean()).item() if total[6] else 1.0,
-            "seconds": seconds,
-            "clean_tokens_per_second": clean / seconds,
-            **extra,
-        }
-        if kind != "train" and self.is_bound:
-            row["bound_bits_per_token"] = row["loss"] / 0.6931471805599453
-        self._append(row)
-
-    def _append(self, row: dict[str, Any]) -> None:
-        assert self.path is not None
-        if not self._opened:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_from(self.path, row)
-            self._opened = True
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        by_sample = torch.stack([s.by_term[0] for s in pile.sums])
+        vector = torch.cat(
+            [
+                torch.stack([s.by_term for s in pile.sums]).sum(0),
+                first.new_tensor([sum(c) for c in counts]),
+                torch.stack([s.bin_loss for s in pile.sums]).sum(0),
+                torch.stack([s.bin_rows for s in pile.sums]).sum(0),
+                first.new_tensor(numbers),
+                by_sample,
+                first.new_tensor(counts[0]),
+                first.new_tensor(pile.bytes_of_text),
+                first.new_tensor(pile.costs),
+            ]
+        )
+        every = gather_numbers(vector, group).cpu()
+        parts = every.split([len(terms)] * 2 + [BINS] * 2 + [6] + [len(by_sample)] * 4, dim=1)
+        loss_sum, count, bin_loss, bin_rows = (part.sum(0).tolist() for part in parts[:4])
+        whole = parts[4].sum(0).tolist()
+        names = [term.name for term in terms]
+        loss = [s / n if n else 0.0 for s, n in zip(loss_sum, count, strict=True)]
+        return Step(
+            loss=dict(zip(names, loss, strict=True)),
+            loss_sum=dict(zip(names, loss_sum, strict=True)),
+            count={name: int(n) for name, n in zip(names, count, strict=True)},
+            total=sum(t.factor * part for t, part in zip(terms, loss, strict=True)),
+            bins=[s / n if n else None for s, n in zip(bin_loss, bin_rows, strict=True)],
+            corrupted=int(whole[0]),
+            scored=int(whole[1]),
+            rows=int(whole[2]),
+            clean_tokens=int(whole[3]),
+            bytes_sent=int(whole[4]),
+            balance=_balance(parts[8], slot),
+            seconds=seconds,
+            memory=int(parts[4][:, 5].max()),
+            samples=torch.stack([_by_sample(part, slot) for part in parts[5:8]], dim=1),
+        )
 
 
-def _drop_from(path: Path, row: dict[str, Any]) -> None:
-    """Drop the rows that a resumed run is about to write again."""
-    if not path.exists():
-        return
-    later = row["iteration"]
+def _balance(of_ranks: Tensor, slot: int) -> float:
+    """Worst over mean work of costs [ranks, micro-batches].
 
-    def kept(old: dict[str, Any]) -> bool:
-        if row["kind"] == "train":
-            return bool(old["iteration"] < later)
-        return old["kind"] == "train" or bool(old["iteration"] != later)
-
-    rows = [old for old in read_metrics(path) if kept(old)]
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text("".join(json.dumps(old) + "\n" for old in rows))
-    os.replace(fresh, path)
+    Ranks of a slot wait for each other in every micro-batch, slots only at the end of the step.
+    """
+    mean = of_ranks.sum().item() / len(of_ranks)
+    worst = of_ranks.view(-1, slot, of_ranks.shape[1]).amax(1).sum(1).max().item()
+    return worst / mean if mean else 1.0
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+def _by_sample(of_ranks: Tensor, slot: int) -> Tensor:
+    """[ranks, micro-batches] summed over each slot, as [samples] in the order they were dealt."""
+    return of_ranks.view(-1, slot, of_ranks.shape[1]).sum(1).T.flatten()
+
+
+def as_row(step: Step) -> dict[str, Any]:
+    """The step as one flat JSON row."""
+    row: dict[str, Any] = {"loss": step.total}
+    for name in step.loss:
+        row[f"{name}_loss"] = step.loss[name]
+        row[f"{name}_loss_sum"] = step.loss_sum[name]
+        row[f"{name}_count"] = step.count[name]
+    return row | {
+        "loss_by_corruption": step.bins,
+        "masked_fraction": step.corrupted / max(1, step.count.get("diffusion", 0)),
+        "scored": step.scored,
+        "rows": step.rows,
+        "clean_tokens": step.clean_tokens,
+        "bytes_sent": step.bytes_sent,
+        "balance": step.balance,
+        "memory_bytes": step.memory,
+        "seconds": step.seconds,
+        "clean_tokens_per_second": step.clean_tokens / step.seconds,
+    }

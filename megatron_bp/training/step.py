@@ -3,13 +3,12 @@
 The functions that Megatron's schedules call. Every rank derives its own rows from the same sample.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
@@ -18,15 +17,14 @@ from megatron_bp.attention.exchange import CleanExchange
 from megatron_bp.attention.kernels import tiled
 from megatron_bp.attention.layout import Layout
 from megatron_bp.attention.parts import make_view, shard_sizes
-from megatron_bp.batch.dataset import sample_of
 from megatron_bp.batch.shard import LocalBatch, local_batch
-from megatron_bp.diffusion.corruption import corrupt
-from megatron_bp.diffusion.loss import LossSum
+from megatron_bp.diffusion.loss import LossSum, report
 from megatron_bp.diffusion.objective import Objective
-from megatron_bp.model.output import loss_head, scored_rows
-from megatron_bp.sequence.packing import Sample
-from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
-from megatron_bp.training.metrics import Metrics, MicroBatch
+from megatron_bp.model.output import LossHead, scored_rows
+from megatron_bp.sequence.plan import SequenceOptions, SequencePlan
+from megatron_bp.training.metrics import Metrics, measure
+from megatron_bp.training.nonfinite import NonFinite
+from megatron_bp.training.reader import MicroBatch, StepReader
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +34,21 @@ class StepSettings:
     Attributes:
         sequence: how samples are planned.
         objective: how they are corrupted and scored.
+        micro_batches: micro-batches of this rank in a training step (True) or in a step of an
+            evaluation (False).
         metrics: where a micro-batch's numbers go; None for nowhere.
-        check_for_nan: stop on a loss that is NaN or infinite.
+        nonfinite: what happens to a loss that is NaN or infinite; None for nothing.
     """
 
     sequence: SequenceOptions
     objective: Objective
+    micro_batches: Callable[[bool], int]
     metrics: Metrics | None = None
-    check_for_nan: bool = True
+    nonfinite: NonFinite | None = None
+    reader: StepReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reader", StepReader(self.sequence, self.objective))
 
 
 def make_layout(
@@ -61,28 +66,41 @@ def make_layout(
     )
 
 
-def run_model(
-    settings: StepSettings, sample: Sample, model: torch.nn.Module
-) -> tuple[Tensor, LocalBatch, Layout, SequencePlan]:
-    """The model on this rank's rows of a sample: the loss sum, and what it was made from."""
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """What the model made of this rank's rows of a micro-batch.
+
+    Attributes:
+        output: scalar with gradient, the loss sum over all terms.
+        batch, layout: the rows, and how attention saw them.
+        head: knows the cross-entropy of each scored row.
+        slot_rank: rank inside the slot.
+    """
+
+    output: Tensor
+    batch: LocalBatch
+    layout: Layout
+    head: LossHead
+    slot_rank: int
+
+
+def run_model(micro: MicroBatch, vocabulary: int, model: torch.nn.Module) -> Forward:
+    """The model on this rank's rows of a micro-batch."""
     groups = get_attr_wrapped_model(model, "pg_collection")
     device = next(model.parameters()).device
-    plan = make_plan(sample, settings.sequence)
-    corruption = corrupt(sample, plan, settings.objective)
-    batch = local_batch(
-        sample, plan, corruption, groups.bp.rank(), layer_windows(get_model_config(model))
-    )
-    layout = make_layout(plan, batch, groups.clean_shard, device)
-    scored = scored_rows(batch.labels, batch.weights, settings.objective.vocabulary)
+    rank = int(groups.bp.rank())
+    windows = layer_windows(get_model_config(model))
+    batch = local_batch(micro.sample, micro.plan, micro.corruption, rank, windows)
+    layout = make_layout(micro.plan, batch, groups.clean_shard, device)
+    head = LossHead(scored_rows(batch.terms, micro.scales.scales).to(device), vocabulary)
     output = model(
         batch.input_ids.to(device)[None],
         layout.positions[None],
         None,
         packed_seq_params=layout,
-        output_processor=loss_head,
-        output_processor_context=scored.to(device),
+        output_processor=head,
     )
-    return output, batch, layout, plan
+    return Forward(output, batch, layout, head, rank)
 
 
 def forward_step(
@@ -91,35 +109,30 @@ def forward_step(
     """Megatron's forward step (with `settings` bound): the output and the function of its loss."""
     if settings.metrics is not None:
         settings.metrics.begin()
-    sample = sample_of(next(data_iterator))
-    output, batch, layout, plan = run_model(settings, sample, model)
+    micro = settings.reader.take(
+        data_iterator,
+        settings.micro_batches(model.training),
+        get_attr_wrapped_model(model, "pg_collection").dp,
+        next(model.parameters()).device,
+    )
+    forward = run_model(micro, settings.objective.vocabulary, model)
+    sums = measure(forward.batch, forward.head)
+    if settings.nonfinite is not None:
+        settings.nonfinite.check(forward.output, micro.sample, model.training)
     if settings.metrics is not None:
-        settings.metrics.add(
-            MicroBatch(
-                loss=output.detach(),
-                count=batch.count,
-                masked=int(torch.count_nonzero(batch.weights)),
-                clean_tokens=batch.clean_tokens,
-                rows=len(batch.input_ids),
-                cost=int(plan.cost[get_attr_wrapped_model(model, "pg_collection").bp.rank()]),
-                exchange=layout.exchange,
-            )
-        )
-    return output, partial(loss_function, batch.count, settings.check_for_nan)
+        cost = int(micro.plan.cost[forward.slot_rank])
+        text = float(micro.sample.document_bytes.sum()) if forward.slot_rank == 0 else 0.0
+        settings.metrics.add(sums, forward.batch, cost, forward.layout.exchange, text)
+    count = forward.batch.terms[micro.scales.reference].count
+    reports = {
+        f"{term.name} loss": report(sums.by_term[k], term.count)
+        for k, term in enumerate(forward.batch.terms)
+    }
+    return forward.output, partial(loss_function, count, reports)
 
 
 def loss_function(
-    count: int, check_for_nan: bool, output: Tensor
+    count: int, reports: dict[str, Tensor], output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(loss sum, integer count, report), as `calculate_per_token_loss` wants them."""
-    if check_for_nan:
-        get_rerun_state_machine().validate_result(
-            result=output,
-            rejection_func=lambda value: not torch.isfinite(value).all(),
-            message="found a NaN or infinite diffusion loss",
-            tolerance=0.0,
-            fatal=True,
-        )
-    loss = LossSum(output, count)
-    total, tokens = loss.for_megatron()
-    return total, tokens, {"diffusion loss": loss.for_report()}
+    """(loss sum, integer count, reports), as `calculate_per_token_loss` wants them."""
+    return (*LossSum(output, count).for_megatron(), reports)

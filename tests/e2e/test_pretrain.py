@@ -146,7 +146,7 @@ def csbp(runs: Runs) -> list[dict[str, Any]]:
 def test_a_run_writes_a_row_for_each_step_and_learns(csbp: list[dict[str, Any]]) -> None:
     train = [r for r in csbp if r["kind"] == "train"]
     assert [r["iteration"] for r in train] == [1, 2, 3, 4, 5, 6]
-    assert all(r["count"] == r["clean_tokens"] == 4 * LENGTH for r in train)
+    assert all(r["diffusion_count"] == r["clean_tokens"] == 4 * LENGTH for r in train)
     assert all(r["rows"] == 2 * r["clean_tokens"] and r["bytes_sent"] > 0 for r in train)
     assert [r["iteration"] for r in csbp if r["kind"] == "validation"] == [3, 6, 6]
     assert losses(csbp)[6] < losses(csbp)[1] - 0.1
@@ -173,7 +173,7 @@ def test_the_loss_does_not_depend_on_the_layout(
     other = runs.run(f"layout-{ranks}-{flags[1]}", ranks, *flags)
     assert losses(other) == pytest.approx(losses(csbp), rel=1e-5)
     assert losses(other, "validation") == pytest.approx(losses(csbp, "validation"), rel=1e-5)
-    masked = [[r["masked"] for r in run if r["kind"] == "train"] for run in (other, csbp)]
+    masked = [[r["scored"] for r in run if r["kind"] == "train"] for run in (other, csbp)]
     assert masked[0] == masked[1]
 
 
@@ -185,6 +185,46 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(runs: Runs, csbp: list[dict[s
     assert losses(second) == losses(csbp)
     assert losses(second, "validation") == losses(csbp, "validation")
     assert len([r for r in second if r["kind"] == "train"]) == 6
+
+
+def evaluate(rank: int, world: int, arguments: list[str]) -> None:
+    """One rank of `torchrun -m megatron_bp.tools.evaluate ARGUMENTS`."""
+    sys.path.insert(0, str(ROOT))
+    from megatron_bp.tools.evaluate import main
+
+    main(arguments)
+
+
+def test_evaluation_of_a_checkpoint_is_that_of_the_run(
+    runs: Runs, csbp: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Bit-equal on the run's layout, and on any other to rounding."""
+    trained = csbp[-1]
+    told = {}
+    for ranks in (1, 2, 4):
+        file = tmp_path / f"{ranks}.json"
+        arguments = [str(runs.folder / "csbp"), "--data", str(runs.prefix), "--json", str(file)]
+        run_ranks(ranks, evaluate, arguments, fresh=True)
+        told[ranks] = json.loads(file.read_text())
+    same = ("loss", "diffusion_loss_sum", "diffusion_count", "standard_error", "scored")
+    assert {name: told[2][name] for name in same} == {name: trained[name] for name in same}
+    for ranks in (1, 4):
+        for name in same:
+            assert told[ranks][name] == pytest.approx(trained[name], rel=1e-6), (ranks, name)
+
+
+def test_more_draws_lower_the_noise_but_not_the_texts(
+    runs: Runs, csbp: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    file = tmp_path / "draws.json"
+    step = runs.folder / "csbp" / "iter_0000003"
+    arguments = [str(step), "--data", str(runs.prefix), "--json", str(file)]
+    run_ranks(1, evaluate, [*arguments, "--draws", "5", "--samples", "8"], fresh=True)
+    row = json.loads(file.read_text())
+    assert (row["draws"], row["samples"]) == (5, 8)
+    assert row["diffusion_count"] == 5 * 8 * LENGTH
+    assert row["iteration"] == 3
+    assert 0 < row["standard_error"] < row["loss"]
 
 
 def validation_rows(rank: int, world: int, prefix: str) -> list[dict[str, np.ndarray]]:
@@ -242,7 +282,7 @@ def test_the_dense_oracle_agrees_with_the_checkpoint(
         )
         total, count = total + bound.total.item(), count + bound.count
     (last,) = (r for r in csbp[-1:] if r["kind"] == "validation")
-    assert last["count"] == count
+    assert last["diffusion_count"] == count
     assert last["loss"] == pytest.approx(total / count, rel=1e-4)
     assert last["bound_bits_per_token"] == pytest.approx(total / count / np.log(2), rel=1e-4)
 

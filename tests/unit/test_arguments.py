@@ -2,11 +2,10 @@
 
 import argparse
 import contextlib
-import functools
 import io
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from ranks import run_ranks
@@ -181,22 +180,15 @@ def test_numbers_with_an_exponent_reach_the_flag(tmp_path: Path) -> None:
 Outcome = tuple[dict[str, Any], int, int] | str
 
 
-@functools.cache
-def megatrons_parser() -> argparse.ArgumentParser:
-    """`full_parser()`, made once a process: 800 flags take a while."""
-    return full_parser()
-
-
 def resolve_on_rank(
     rank: int, world: int, argv: list[str], world_size: int | None = None
 ) -> Outcome:
     """(Megatron's parsed flags, row length, CP in our sense), or the message of the refusal."""
-    with mock.patch.object(arguments, "full_parser", megatrons_parser):
-        try:
-            flags, length, clean_shard_size = arguments.resolve(argv, world_size)
-        except (arguments.RefusedError, arguments.ConfigError) as error:
-            return str(error)
-    args = vars(megatrons_parser().parse_args(flags))
+    try:
+        flags, length, clean_shard_size = arguments.resolve(argv, world_size)
+    except (arguments.RefusedError, arguments.ConfigError) as error:
+        return str(error)
+    args = vars(full_parser().parse_args(flags))
     plain = (int, float, str, bool, type(None))
     return {k: v for k, v in args.items() if isinstance(v, plain)}, length, clean_shard_size
 
@@ -301,6 +293,80 @@ def test_two_files_are_refused(tmp_path: Path) -> None:
     assert "two files given" in str(outcome([str(one), str(two)]))
 
 
+@pytest.mark.ranks
+def test_an_evaluation_reads_each_draw(data: str) -> None:
+    args, _, _ = outcome(base(data, "--eval-iters", "5", "--eval-draws", "3"))
+    assert args["eval_iters"] == 15
+    assert outcome(base(data, "--eval-iters", "5"))[0]["eval_iters"] == 5
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("mode", "megatron_stops"), [("stop", True), ("skip", False)])
+def test_megatrons_own_check_stops_unless_steps_are_skipped(
+    data: str, mode: str, megatron_stops: bool
+) -> None:
+    args, _, _ = outcome(base(data, "--on-nonfinite", mode))
+    assert args["check_for_nan_in_loss_and_grad"] is megatron_stops
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ar-loss-weight 1 --clean-relation token",
+        "--diffusion-loss-weight 0 --ar-loss-weight 1 --clean-relation token",
+        "--noise uniform --noise-per document --noise-schedule cosine --loss-weighting inverse_p",
+        "--antithetic",
+    ],
+)
+def test_objectives_that_are_accepted(data: str, flags: str) -> None:
+    assert isinstance(outcome(base(data, *flags.split())), tuple)
+
+
+def settings_on_rank(rank: int, world: int, flags: list[str]) -> dict[str, Any]:
+    """The objective and step settings of flags, beside what Megatron would add."""
+    args = full_parser().parse_args(flags)
+    args.bdlm_clean_shard_size, args.bdlm_vocabulary = 1, 258
+    args.kv_channels, args.ffn_hidden_size = 8, 64
+    settings = arguments.settings(args)
+    return vars(settings.objective) | {"clean_relation": settings.sequence.clean_relation}
+
+
+@pytest.mark.ranks
+def test_every_flag_of_the_objective_reaches_it() -> None:
+    flags = (
+        "--mask-token-id 257 --num-attention-heads 4 --hidden-size 32 --seed 9 --noise uniform "
+        "--noise-per block --noise-schedule cosine --noise-interval 0.1 0.9 --antithetic "
+        "--loss-weighting inverse_p --diffusion-loss-weight 0.3 --ar-loss-weight 0.7 "
+        "--clean-relation token"
+    )
+    assert run_ranks(1, settings_on_rank, flags.split())[0] == {
+        "mask_token_id": 257,
+        "vocabulary": 258,
+        "seed": 9,
+        "noise": "uniform",
+        "noise_per": "block",
+        "schedule": "cosine",
+        "interval": (0.1, 0.9),
+        "antithetic": True,
+        "weighting": "inverse_p",
+        "diffusion_weight": 0.3,
+        "ar_weight": 0.7,
+        "clean_relation": "token",
+    }
+
+
+@pytest.mark.ranks
+def test_a_nan_in_an_evaluation_alone_has_a_step(tmp_path: Path) -> None:
+    """`--skip-train`: Megatron then never sets the step that runs."""
+    assert run_ranks(1, step_of_evaluation, str(tmp_path))[0] in (6, 7)
+
+
+def step_of_evaluation(rank: int, world: int, folder: str) -> int:
+    watch = arguments.nonfinite(Namespace(on_nonfinite="stop", save=folder, iteration=6))
+    return watch._iteration()
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 REFUSED = [
@@ -347,6 +413,22 @@ REFUSED = [
     ("--multiple-validation-sets", "--multiple-validation-sets"),
     ("--sft", "--sft"),
     ("--mock-data", "--mock-data"),
+    ("--eval-micro-batch-size 2", "--eval-micro-batch-size 2: a micro-batch is one packed row"),
+    ("--window-size 4,3", "tokens to the right, must be 0"),
+    ("--qk-l2-norm", "--qk-l2-norm"),
+    ("--rotary-percent 1.5", "--rotary-percent 1.5: must be above 0"),
+    ("--eod-mask-loss", "--eod-mask-loss"),
+    ("--reset-position-ids", "--reset-position-ids"),
+    ("--reset-attention-mask", "--reset-attention-mask"),
+    ("--fim-data", "--fim-data"),
+    ("--full-validation", "--full-validation"),
+    ("--dataloader-type external", "--dataloader-type external"),
+    ("--save here", "without --save-interval"),
+    ("--train-iters 0", "--train-iters 0: must be at least 1"),
+    ("--global-batch-size 0", "--global-batch-size 0: must be at least 1"),
+    ("--ar-loss-weight 0.5", "--ar-loss-weight 0.5 with --clean-relation block"),
+    ("--ar-loss-weight 1 --clean-relation block", "use --clean-relation token"),
+    ("--eval-draws 0", "--eval-draws 0: must be at least 1"),
     ("--valid-data-path no/such", "no/such.bin: no such file"),
 ]
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import default_collate
 
 from megatron_bp.batch.dataset import SampleDataset, build_datasets, sample_of
+from megatron_bp.data import pretrain
 from megatron_bp.data.document import Document
 from megatron_bp.data.pretrain import PIECE_BITS, SAMPLE_BITS, blend_key
 from megatron_bp.sequence.packing import Sample
@@ -47,6 +49,7 @@ def build(tmp_path: Path) -> Build:
         sizes: Sequence[int | None] = (None, 0, 0),
         evaluation: int | None = 0,
         weights: list[float] | None = None,
+        draws: int = 1,
         split: str = "1,0,0",
         length: int = LENGTH,
         **options: Any,
@@ -74,7 +77,7 @@ def build(tmp_path: Path) -> Build:
             add_extra_token_to_sequence=False,
             **options,
         )
-        return list(build_datasets(config, list(sizes), evaluation))
+        return list(build_datasets(config, list(sizes), evaluation, draws))
 
     return build
 
@@ -200,6 +203,59 @@ def test_every_evaluation_reads_the_same_samples(build: Build) -> None:
     assert len({str(sample) for sample in chosen}) == 5
 
 
+def test_draws_of_an_evaluation_are_epochs_of_the_same_samples(build: Build) -> None:
+    """Two evaluations of 3 draws of 5 samples: draw after draw, each with noise of its own."""
+    _, validation, _ = build(ragged_texts(), sizes=(4, 30, 0), evaluation=5, draws=3, split="1,1,0")
+    found = samples(validation)
+    assert [s.epoch for s in found] == ([0] * 5 + [1] * 5 + [2] * 5) * 2
+    chosen = [(s.tokens.tolist(), s.document_keys.tolist()) for s in found]
+    assert all(chosen[i] == chosen[i % 5] for i in range(30))
+    assert len({str(sample) for sample in chosen}) == 5
+
+
+def test_draws_leave_training_and_a_whole_split_alone(build: Build) -> None:
+    sizes = (45, None, 0)
+    train, validation, _ = build(
+        ragged_texts(), sizes=sizes, evaluation=None, draws=3, split="1,1,0"
+    )
+    assert {s.epoch for s in samples(train)} == {0}  # Megatron's own passes have keys of their own
+    found = samples(validation)
+    n = len(found) // 3
+    assert [s.epoch for s in found] == [0] * n + [1] * n + [2] * n
+    assert [s.tokens.tolist() for s in found[:n]] == [s.tokens.tolist() for s in found[n : 2 * n]]
+
+
+def test_a_piece_has_the_bytes_of_its_share_of_the_document(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of each document from the index; here twice its tokens and a bit."""
+    files = ragged_texts()
+
+    def bytes_of(prefix: str) -> np.ndarray:
+        index = IndexedDataset(prefix)  # its arrays are gone with it
+        return (2 * index.sequence_lengths + 1).astype(np.int64)
+
+    monkeypatch.setattr(pretrain, "document_bytes", bytes_of)
+    train, _, _ = build(files)
+    total = 0.0
+    for sample in samples(train):
+        assert sample.document_bytes.dtype == np.float64
+        assert len(sample.document_bytes) == len(sample.document_keys)
+        for ordinal, told in enumerate(sample.document_bytes.tolist()):
+            tokens = int((sample.document == ordinal).sum())
+            assert 2 * tokens < told <= 2 * tokens + 1
+        total += float(sample.document_bytes.sum())
+    assert total == pytest.approx(2 * 20 * LENGTH + len(files))
+
+
+def test_bytes_that_the_data_does_not_tell_are_nan(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrain, "document_bytes", lambda prefix: None)
+    train, _, _ = build(ragged_texts())
+    assert all(np.isnan(sample.document_bytes).all() for sample in samples(train))
+
+
 def test_what_an_evaluation_reads_does_not_depend_on_the_length_of_the_run(build: Build) -> None:
     chosen = []
     for size in (5, 60):
@@ -283,7 +339,7 @@ def test_a_training_split_shorter_than_a_row_is_an_error(build: Build) -> None:
 class OneDocument:
     """A source of one sample of one document."""
 
-    document = Document(np.arange(5, dtype=np.int32), np.arange(5) != 2, 2**62 + 1)
+    document = Document(np.arange(5, dtype=np.int32), np.arange(5) != 2, 2**62 + 1, 7.25)
 
     def __len__(self) -> int:
         return 1
@@ -299,6 +355,7 @@ def test_a_sample_survives_the_loader() -> None:
     assert sample.position.tolist() == [0, 1, 2, 3, 4, 0, 0]
     assert sample.supervised.tolist() == [True, True, False, True, True, False, False]
     assert sample.document_keys.tolist() == [2**62 + 1]
+    assert sample.document_bytes.tolist() == [7.25]
     assert (sample.split, sample.epoch) == (VALIDATION, 0)
     types = [x.dtype for x in (sample.tokens, sample.document, sample.position)]
     assert types == [np.int32] * 3

@@ -2,16 +2,21 @@
 
 import argparse
 import ast
+import inspect
 import re
 import shutil
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 from ranks import run_ranks
 
 from megatron_bp.arguments.config_file import ConfigError, read_config, to_flags
 from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
+from megatron_bp.training import evaluate, metrics, record
+from megatron_bp.training.metrics import Step
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -78,18 +83,51 @@ def flag_errors(text: str) -> list[str]:
     return errors
 
 
-def written_fields(source: str) -> set[str]:
-    """Keys of the rows that training/metrics.py writes."""
-    fields: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        named = {target.id for target in targets if isinstance(target, ast.Name)}
-        if named & {"row", "extra"} and isinstance(getattr(node, "value", None), ast.Dict):
-            fields |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
-        for target in targets:
-            if isinstance(target, ast.Subscript) and getattr(target.value, "id", "") == "row":
-                fields.add(ast.literal_eval(target.slice))
-    return fields
+def row_fields() -> dict[str, set[str]]:
+    """Keys of training rows and of evaluation rows, by the functions that make them."""
+    nothing = torch.zeros(2, dtype=torch.float64)
+    step = Step(
+        **{name: {"diffusion": 1, "ar": 1} for name in ("loss", "loss_sum", "count")},
+        **dict.fromkeys(("total", "corrupted", "scored", "rows", "clean_tokens"), 1),
+        **dict.fromkeys(("bytes_sent", "balance", "seconds", "memory"), 1),
+        bins=[],
+        samples=nothing,
+    )
+    common = set(metrics.as_row(step))
+    bound = set(evaluate.as_row(torch.ones(2, 3, dtype=torch.float64), 1, True))
+    source = inspect.getsource(record)
+    return {
+        "train": common | added_fields(source, "_train"),
+        "evaluation": common | bound | added_fields(source, "evaluate_and_print_results"),
+    }
+
+
+def added_fields(source: str, function: str) -> set[str]:
+    """Keys of dict literals in a function of training/record.py, which it adds to its rows."""
+    (found,) = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
+    dicts = [node for node in ast.walk(found) if isinstance(node, ast.Dict)]
+    return {ast.literal_eval(key) for node in dicts for key in node.keys if key is not None}
+
+
+def metrics_errors(text: str) -> list[str]:
+    """What the table of metrics fields says other than the code does."""
+    told = table(text, "Metrics")
+    fields = row_fields()
+    errors = []
+    for name in sorted(told.keys() | fields["train"] | fields["evaluation"]):
+        kinds = [kind for kind, of_kind in fields.items() if name in of_kind]
+        want = {2: "all", 1: {"train": "train"}.get("".join(kinds), "validation, test"), 0: ""}
+        if name not in told:
+            errors.append(f"{name}: not in the table")
+        elif not kinds:
+            errors.append(f"{name}: no such field")
+        elif told[name][1] != want[len(kinds)]:
+            errors.append(f"{name}: in {want[len(kinds)]}, not {told[name][1]}")
+    return errors
 
 
 def missing_tools(root: Path, tools: Path) -> list[str]:
@@ -167,9 +205,7 @@ def test_flags_and_defaults() -> None:
 
 
 def test_metrics_fields() -> None:
-    source = (ROOT / "megatron_bp" / "training" / "metrics.py").read_text()
-    told = table((ROOT / "docs" / "running.md").read_text(), "Metrics")
-    assert set(told) == written_fields(source)
+    assert metrics_errors((ROOT / "docs" / "running.md").read_text()) == []
 
 
 def test_tools_exist() -> None:
@@ -215,6 +251,12 @@ def test_a_broken_link_is_found(tmp_path: Path, link: str, good: bool) -> None:
         ("| `32` |", "| `16` |", "--diffusion-block-size: default 32, not `16`"),
         ("| `0.001 1.0` |", "| unset |", "--noise-interval: default 0.001 1.0, not unset"),
         (", or `one` |", " |", "--loss-weighting: choice one"),
+        ("or `skip` its step", "or not", "--on-nonfinite: choice skip"),
+        (
+            "| `--antithetic` | `False` |",
+            "| `--antithetic` | unset |",
+            "--antithetic: default False, not unset",
+        ),
     ],
 )
 def test_a_wrong_table_of_flags_is_found(old: str, new: str, error: str) -> None:
@@ -223,16 +265,52 @@ def test_a_wrong_table_of_flags_is_found(old: str, new: str, error: str) -> None
     assert error in flag_errors(text.replace(old, new))
 
 
-def test_a_new_metrics_field_is_found() -> None:
-    source = (ROOT / "megatron_bp" / "training" / "metrics.py").read_text()
-    fields = written_fields(source)
-    for old, new in (
-        ('"count": count,', '"count": count, "fresh": 1,'),
-        ('"skipped": int', '"fresh": 0, "skipped": int'),
-        ('row["bound_bits_per_token"] =', 'row["fresh"] = row["bound_bits_per_token"] ='),
+@pytest.mark.parametrize(
+    ("old", "new", "errors"),
+    [
+        ("| `skipped` |", "| `skip` |", ["skip: no such field", "skipped: not in the table"]),
+        (
+            "| `grad_norm` | - | train |",
+            "| `grad_norm` | - | all |",
+            ["grad_norm: in train, not all"],
+        ),
+        ("| `rows` | rows | all |", "| `rows` | rows | train |", ["rows: in all, not train"]),
+        (
+            "| `draws` | - | validation, test |",
+            "| `draws` | - | all |",
+            ["draws: in validation, test, not all"],
+        ),
+    ],
+)
+def test_a_wrong_table_of_metrics_is_found(old: str, new: str, errors: list[str]) -> None:
+    text = (ROOT / "docs" / "running.md").read_text()
+    assert text.count(old) == 1
+    assert metrics_errors(text.replace(old, new)) == errors
+
+
+@pytest.mark.parametrize(
+    ("module", "kinds"), [(metrics, ("train", "evaluation")), (evaluate, ("evaluation",))]
+)
+def test_a_new_metrics_field_is_found(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, kinds: tuple[str, ...]
+) -> None:
+    before, as_row = row_fields(), module.as_row
+    monkeypatch.setattr(module, "as_row", lambda *args: as_row(*args) | {"fresh": 1})
+    for kind, fields in row_fields().items():
+        assert fields == before[kind] | ({"fresh"} if kind in kinds else set())
+    text = (ROOT / "docs" / "running.md").read_text()
+    assert metrics_errors(text) == ["fresh: not in the table"]
+
+
+def test_a_field_that_the_recorder_adds_is_found() -> None:
+    source = inspect.getsource(record)
+    for old, new, function in (
+        ('"skipped": int', '"fresh": 0, "skipped": int', "_train"),
+        ('{"kind": kind,', '{"kind": kind, "fresh": 0,', "evaluate_and_print_results"),
     ):
         assert source.count(old) == 1
-        assert written_fields(source.replace(old, new)) == fields | {"fresh"}
+        fresh = added_fields(source.replace(old, new), function)
+        assert fresh == added_fields(source, function) | {"fresh"}
 
 
 def test_a_missing_tool_is_found(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ PACKAGE = "megatron_bp"
 ORDER = ["parallel", "data", "sequence", "diffusion", "batch", "attention", "model", "training"]
 OUTSIDE = ["arguments", "tools"]  # import everything; no folder imports them
 ALONE = ["cpu", "__init__"]  # import nothing of ours
-ENTRY = "pretrain_bdlm"  # imported by nobody
+ENTRY = "pretrain_bdlm"  # imported by tools alone
 
 
 def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
@@ -53,8 +53,8 @@ def violations(root: Path) -> list[str]:
             reason = None
             if first == PACKAGE:
                 reason = rule_broken(importer, rest[0] if rest else "__init__")
-            elif first == ENTRY:
-                reason = f"nothing imports {ENTRY}"
+            elif first == ENTRY and importer != "tools":
+                reason = f"only tools import {ENTRY}"
             if reason is not None:
                 found.append(f"{path.relative_to(root)}:{line}: {reason}")
     return found
@@ -85,7 +85,7 @@ def plant(root: Path, file: str, text: str) -> list[str]:
         ("data/sft.py", "if T:\n    from megatron_bp.batch import x", "batch comes after data"),
         ("training/step.py", "from megatron_bp import arguments", "no folder imports arguments"),
         ("training/step.py", "from megatron_bp.tools.plan import x", "no folder imports tools"),
-        ("training/step.py", "import pretrain_bdlm", "nothing imports pretrain_bdlm"),
+        ("training/step.py", "import pretrain_bdlm", "only tools import pretrain_bdlm"),
         ("cpu.py", "from megatron_bp.parallel import state", "cpu imports nothing"),
         ("__init__.py", "from megatron_bp.parallel import state", "__init__ imports nothing"),
         ("__init__.py", "from . import data", "__init__ imports nothing"),

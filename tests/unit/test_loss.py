@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_bp.diffusion.loss import LossSum
+from megatron_bp.diffusion.loss import LossSum, report
 
 
 def loss_sum(ce: Sequence[float], count: int | None = None) -> LossSum:
@@ -21,7 +21,8 @@ def megatron(losses: Sequence[LossSum]) -> Tensor:
 
 
 def reported(losses: Sequence[LossSum]) -> float:
-    total, count = torch.stack([loss.for_report() for loss in losses]).sum(dim=0).tolist()
+    parts = [report(loss.total, loss.count) for loss in losses]
+    total, count = torch.stack(parts).sum(dim=0).tolist()
     return total / max(1, count)
 
 
@@ -68,7 +69,7 @@ def test_megatron_gets_the_sum_with_its_graph_and_an_integer_count() -> None:
 
 def test_the_report_is_float64_detached_and_exact() -> None:
     total = torch.tensor(5.0, requires_grad=True)
-    report = LossSum(total, 2**24 + 1).for_report()  # float32 would lose the 1
-    assert not report.requires_grad
-    assert report.dtype == torch.float64
-    assert report.tolist() == [5.0, 2**24 + 1]
+    told = report(total, 2**24 + 1)  # float32 would lose the 1
+    assert not told.requires_grad
+    assert told.dtype == torch.float64
+    assert told.tolist() == [5.0, 2**24 + 1]

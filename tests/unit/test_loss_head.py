@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import oracle
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_bp.model.output import loss_head, scored_rows, weighted_cross_entropy
+from megatron_bp.batch.shard import LocalTerm
+from megatron_bp.model.output import LossHead, Scored, scored_rows, weighted_cross_entropy
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, HIDDEN, ROWS = 300, 16, 11
@@ -41,7 +43,11 @@ def ours(
 ) -> list[Tensor]:
     """[loss, gradient of hidden, gradient of weight]."""
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    loss = weighted_cross_entropy(*leaves, labels, weights, VOCABULARY, VOCABULARY * rows_a_chunk)
+    loss, ce = weighted_cross_entropy(
+        *leaves, labels, weights, VOCABULARY, VOCABULARY * rows_a_chunk
+    )
+    assert not ce.requires_grad
+    torch.testing.assert_close((weights.to(ce) * ce).sum(), loss.detach())
     return [loss.detach(), *grads(loss, *leaves)]
 
 
@@ -74,7 +80,7 @@ def test_a_chunk_holds_no_more_logits_than_asked_for(monkeypatch: pytest.MonkeyP
 def test_gradients_are_scaled_by_what_comes_from_above() -> None:
     hidden, weight, labels, weights = inputs()
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    loss = weighted_cross_entropy(*leaves, labels, weights, VOCABULARY)
+    loss, _ = weighted_cross_entropy(*leaves, labels, weights, VOCABULARY)
     for got, want in zip(grads(loss * -2.5, *leaves), dense(*inputs())[1:], strict=True):
         torch.testing.assert_close(got, -2.5 * want, rtol=1e-9, atol=1e-9)
 
@@ -112,10 +118,11 @@ def test_without_gradients_the_value_is_the_same_and_none_is_formed(
     for name in ("zeros_like", "empty_like"):  # where the gradients would go
         monkeypatch.setattr(torch, name, None)
     with torch.no_grad():
-        loss = weighted_cross_entropy(
+        loss, ce = weighted_cross_entropy(
             hidden.requires_grad_(), weight.requires_grad_(), labels, weights, VOCABULARY
         )
     monkeypatch.undo()
+    assert not ce.requires_grad
     assert not loss.requires_grad
     torch.testing.assert_close(loss, dense(*inputs())[0], rtol=1e-9, atol=1e-9)
 
@@ -143,38 +150,84 @@ def test_the_sum_is_float32_and_the_gradients_keep_their_dtype() -> None:
     )
 
 
+def term(labels: Tensor, weights: Tensor, name: str = "diffusion") -> LocalTerm:
+    return LocalTerm(name, labels, weights, int(torch.count_nonzero(weights)), 1.0)
+
+
+@pytest.mark.parametrize("rows_a_chunk", [1, 3, ROWS])
+def test_the_cross_entropy_of_each_row_is_the_oracles(rows_a_chunk: int) -> None:
+    hidden, weight, labels, weights = inputs()
+    _, got = weighted_cross_entropy(
+        hidden, weight, labels, weights, VOCABULARY, VOCABULARY * rows_a_chunk
+    )
+    want = oracle.cross_entropy(hidden @ weight.T, labels, VOCABULARY)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_loss_head_scores_the_chosen_rows(tied: bool) -> None:
     hidden, weight, labels, _ = inputs()
     weights = torch.tensor([0.0, 2.0, 0.0, 0.5] + [0.0] * (ROWS - 4))
-    scored = scored_rows(labels, weights, VOCABULARY)
+    scored = scored_rows([term(labels, weights)], [1.0])
     assert scored.rows.tolist() == [1, 3]
     layer = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
     leaf = hidden.clone().requires_grad_()
     with torch.no_grad():
         layer.weight.copy_(weight if not tied else torch.zeros_like(weight))
-    loss = loss_head(
+    head = LossHead(scored, VOCABULARY)
+    loss = head(
         hidden_states=leaf[:, None],
         output_layer=layer,
         output_weight=weight if tied else None,
-        context=scored,
+        context=None,
         anything_else=None,
     )
     want, want_dhidden, _ = dense(hidden, weight, labels, weights)
     torch.testing.assert_close(loss.detach(), want, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(grads(loss, leaf)[0], want_dhidden, rtol=1e-9, atol=1e-9)
+    ce = oracle.cross_entropy(hidden[[1, 3]] @ weight.T, labels[[1, 3]], VOCABULARY)
+    assert head.cross_entropy is not None
+    torch.testing.assert_close(head.cross_entropy, ce, rtol=1e-9, atol=1e-9)
+
+
+def test_a_row_that_two_terms_score_counts_in_both_with_their_scales() -> None:
+    hidden, weight, labels, _ = inputs()
+    one = torch.tensor([0.0, 2.0, 0.0, 0.5] + [0.0] * (ROWS - 4))
+    two = torch.tensor([1.0, 3.0] + [0.0] * (ROWS - 2))
+    other = labels.flip(0)
+    scored = scored_rows([term(labels, one), term(other, two, "ar")], [0.25, -3.0])
+    assert scored.rows.tolist() == [1, 3, 0, 1]
+    assert scored.term.tolist() == [0, 0, 1, 1]
+    assert scored.weights.tolist() == [2.0, 0.5, 1.0, 3.0]
+    assert scored.scale.tolist() == [0.25, 0.25, -3.0, -3.0]
+    assert scored.labels.tolist() == [*labels[[1, 3]].tolist(), *other[[0, 1]].tolist()]
+    leaf = hidden.clone().requires_grad_()
+    loss = LossHead(scored, VOCABULARY)(
+        hidden_states=leaf[:, None], output_layer=torch.nn.Identity(), output_weight=weight
+    )
+    first, second = dense(hidden, weight, labels, one), dense(hidden, weight, other, two)
+    torch.testing.assert_close(loss.detach(), 0.25 * first[0] - 3 * second[0])
+    torch.testing.assert_close(grads(loss, leaf)[0], 0.25 * first[1] - 3 * second[1])
+
+
+def test_a_term_that_scores_nothing_on_a_rank_leaves_the_other_alone() -> None:
+    labels, weights = torch.tensor([4, 5, 6]), torch.tensor([0.0, 1.0, 2.0])
+    scored = scored_rows([term(labels, 0 * weights), term(labels, weights)], [5.0, 7.0])
+    assert scored.term.tolist() == [1, 1]
+    assert scored.scale.tolist() == [7.0, 7.0]
 
 
 def test_scored_rows_move_as_one() -> None:
-    scored = scored_rows(torch.tensor([4, 5, 6]), torch.tensor([0.0, 1.0, 2.0]), 300)
+    labels, weights = torch.tensor([4, 5, 6]), torch.tensor([0.0, 1.0, 2.0])
+    scored = scored_rows([term(labels, weights)], [1.5])
     meta, same = scored.to(torch.device("meta")), scored.to(torch.device("cpu"))
-    assert {x.device.type for x in (meta.rows, meta.labels, meta.weights)} == {"meta"}
+    assert {getattr(meta, f.name).device.type for f in fields(Scored)} == {"meta"}
     assert (same.rows.tolist(), same.labels.tolist(), same.weights.tolist()) == (
         [1, 2],
         [5, 6],
         [1.0, 2.0],
     )
-    assert meta.vocabulary == same.vocabulary == 300
+    assert (same.scale.tolist(), same.term.tolist()) == ([1.5, 1.5], [0, 0])
 
 
 PEAK = """
@@ -185,10 +238,10 @@ rows, vocabulary, hidden = {rows}, {vocabulary}, 64
 h = torch.randn(rows, hidden, requires_grad=True)
 w = (torch.randn(vocabulary, hidden) / 8).requires_grad_()
 labels, weights = torch.randint(vocabulary, (rows,)), torch.ones(rows)
-weighted_cross_entropy(h[:2], w[:256], labels[:2] % 256, weights[:2], 256).backward()
+weighted_cross_entropy(h[:2], w[:256], labels[:2] % 256, weights[:2], 256)[0].backward()
 h.grad = w.grad = None
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-weighted_cross_entropy(h, w, labels, weights, vocabulary).backward()
+weighted_cross_entropy(h, w, labels, weights, vocabulary)[0].backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

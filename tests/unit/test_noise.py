@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from cases import CASES, Case, sample_of
 from numpy.typing import NDArray
 
 from megatron_bp.data.document import Document
-from megatron_bp.diffusion import corruption
+from megatron_bp.diffusion import corruption, levels
 from megatron_bp.diffusion.corruption import Corruption, corrupt
 from megatron_bp.diffusion.noise import NoiseKey, Purpose, uniform
 from megatron_bp.diffusion.objective import Objective
@@ -61,9 +62,16 @@ def document(length: int, key: int = 7, prompt: int = 0) -> Document:
 
 def scores(result: Corruption) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.float32]]:
     """(was it masked, label, weight) of each corrupted row."""
-    rows = len(result.tokens)
-    first = len(result.labels) - rows
-    return result.tokens == MASK_ID, result.labels[first:], result.weights[first:]
+    (term,) = result.terms
+    first = len(term.labels) - len(result.tokens)
+    assert (result.corrupted == (result.tokens == MASK_ID)).all()
+    return result.corrupted, term.labels[first:], term.weights[first:]
+
+
+def count(result: Corruption) -> int:
+    (term,) = result.terms
+    assert term.name == "diffusion"
+    return term.count
 
 
 # --- draws ---------------------------------------------------------------------------------------
@@ -89,15 +97,17 @@ def test_streams_of_different_keys_share_no_draw(purpose: Purpose, change: dict[
 
 
 def test_streams_of_different_purposes_share_no_draw() -> None:
-    level, mask = (uniform(KEY, purpose, 0, 10**4) for purpose in (Purpose.LEVEL, Purpose.MASK))
-    assert len(np.intersect1d(level, mask)) == 0
+    for one, other in combinations(Purpose, 2):
+        draws = uniform(KEY, one, 0, 10**4), uniform(KEY, other, 0, 10**4)
+        assert len(np.intersect1d(*draws)) == 0
+        assert abs(np.corrcoef(*draws)[0, 1]) < 0.04
 
 
 def test_no_two_fields_of_a_key_can_be_exchanged() -> None:
     names = ("seed", "split", "epoch", "document", "copy")
     keys = [NoiseKey(**{name: 2 if name == other else 1 for name in names}) for other in names]
     streams = [tuple(uniform(key, purpose, 0, 4)) for key in keys for purpose in Purpose]
-    assert len(set(streams)) == len(streams) == 10
+    assert len(set(streams)) == len(streams) == 20
 
 
 def test_large_and_negative_fields_make_streams_of_their_own() -> None:
@@ -172,8 +182,8 @@ def test_packed_equals_unpacked(case: Case) -> None:
         assert packed.p[rows].tobytes() == want.p.tobytes()
         for got, expected in zip((masked, labels, weights), scores(want), strict=True):
             assert got[rows].tobytes() == expected.tobytes()
-        total += want.count
-    assert packed.count == total
+        total += count(want)
+    assert count(packed) == total
 
 
 def test_a_document_with_its_start_unscored_keeps_the_noise_of_the_rest() -> None:
@@ -189,9 +199,12 @@ def test_a_document_with_its_start_unscored_keeps_the_noise_of_the_rest() -> Non
 @every_case
 def test_corruption_is_the_same_on_any_number_of_ranks(case: Case, ranks: int) -> None:
     one, several = noised(case), noised(case, ranks=ranks)
-    for name in ("tokens", "p", "labels", "weights"):
+    for name in ("tokens", "p", "corrupted"):
         assert getattr(one, name).tobytes() == getattr(several, name).tobytes()
-    assert one.count == several.count
+    for name in ("labels", "weights", "counted"):
+        a, b = (getattr(result.terms[0], name) for result in (one, several))
+        assert a.tobytes() == b.tobytes()
+    assert count(one) == count(several)
 
 
 @pytest.mark.parametrize("change", ["seed", "split", "epoch", "key"])
@@ -223,7 +236,7 @@ def test_only_supervised_tokens_are_masked_scored_and_counted() -> None:
     assert not masked[~supervised].any()
     assert not weights[~supervised].any()
     assert 0.4 < masked[supervised].mean() < 0.6
-    assert result.count == sample.supervised.sum() == supervised.sum()
+    assert count(result) == sample.supervised.sum() == supervised.sum()
 
 
 def test_a_token_is_masked_with_the_probability_of_its_block() -> None:
@@ -255,8 +268,10 @@ def test_a_row_that_is_not_masked_holds_its_token_and_weighs_nothing() -> None:
 
 def test_clean_rows_are_not_scored() -> None:
     sample, _, result = corrupt_documents([document(60)])
-    assert len(result.weights) == len(result.labels) == 60 + len(result.tokens)
-    assert not result.weights[: len(sample.tokens)].any()
+    (term,) = result.terms
+    assert len(term.weights) == len(term.labels) == len(term.counted) == 60 + len(result.tokens)
+    assert not term.weights[: len(sample.tokens)].any()
+    assert not term.counted[: len(sample.tokens)].any()
 
 
 @pytest.mark.parametrize("weighting", ["bound", "one"])
@@ -279,18 +294,18 @@ def test_level_is_one_number_a_block(case: Case) -> None:
     plan = make_plan(sample, options(case))
     result = corrupt(sample, plan, OBJECTIVE)
     block = plan.block_of[corrupted_positions(plan)]
-    levels = {(int(b), float(p)) for b, p in zip(block, result.p, strict=True)}
-    assert len(levels) == len(plan.units)
-    assert len({p for _, p in levels}) == len(plan.units)
+    found = {(int(b), float(p)) for b, p in zip(block, result.p, strict=True)}
+    assert len(found) == len(plan.units)
+    assert len({p for _, p in found}) == len(plan.units)
 
 
 def test_levels_of_the_blocks_of_one_document_are_uniform() -> None:
     """One level a document would give a single number here."""
     objective = replace(OBJECTIVE, interval=(0.2, 0.7))
     _, _, result = corrupt_documents([document(4 * 10**4)], objective)
-    levels = result.p.astype(np.float64)[::4]
-    assert ks_distance((levels - 0.2) / 0.5) < 1.95
-    assert abs(np.corrcoef(levels[:-1], levels[1:])[0, 1]) < 0.04
+    t = result.p.astype(np.float64)[::4]
+    assert ks_distance((t - 0.2) / 0.5) < 1.95
+    assert abs(np.corrcoef(t[:-1], t[1:])[0, 1]) < 0.04
 
 
 def test_training_levels_keep_to_the_interval() -> None:
@@ -314,12 +329,20 @@ def test_evaluation_draws_levels_from_all_of_0_to_1(split: int) -> None:
 def test_extreme_draws_keep_the_level_in_the_interval(
     monkeypatch: pytest.MonkeyPatch, draw: float, interval: tuple[float, float]
 ) -> None:
-    monkeypatch.setattr(corruption, "uniform", lambda key, what, i, j: np.full(j - i, draw))
+    asked = []
+
+    def extreme(key: NoiseKey, purpose: Purpose, start: int, stop: int) -> NDArray[np.float64]:
+        asked.append(purpose)
+        return np.full(stop - start, draw)
+
+    monkeypatch.setattr(corruption, "uniform", extreme)
+    monkeypatch.setattr(levels, "uniform", extreme)
     _, _, result = corrupt_documents([document(8)], replace(OBJECTIVE, interval=interval))
+    assert set(asked) == {Purpose.LEVEL, Purpose.MASK}
     assert (result.p > 0.0).all()
     assert (result.p >= np.float32(interval[0])).all()
     assert (result.p <= np.float32(interval[1])).all()
-    assert np.isfinite(result.weights).all()
+    assert np.isfinite(result.terms[0].weights).all()
 
 
 # --- objectives.md section 5, case 4: CE = 1 everywhere ------------------------------------------
@@ -332,8 +355,8 @@ def test_weights_sum_to_the_supervised_tokens_whatever_the_level(p: float) -> No
     texts = [document(250, key) for key in range(800)]
     _, _, result = corrupt_documents(texts, objective)
     masked = int(scores(result)[0].sum())
-    loss = float(scores(result)[2].sum(dtype=np.float64)) / result.count
-    assert result.count == 200_000
+    loss = float(scores(result)[2].sum(dtype=np.float64)) / count(result)
+    assert count(result) == 200_000
     assert loss == pytest.approx(masked / (p * 200_000), rel=1e-6)
     assert abs(loss - 1.0) < 4 * np.sqrt((1 - p) / (p * 200_000))
 
@@ -341,7 +364,7 @@ def test_weights_sum_to_the_supervised_tokens_whatever_the_level(p: float) -> No
 def test_weights_sum_to_the_supervised_tokens_over_all_levels() -> None:
     objective = replace(OBJECTIVE, interval=(0.05, 1.0))
     _, _, result = corrupt_documents([document(4 * 10**4, key) for key in range(5)], objective)
-    loss = float(scores(result)[2].sum(dtype=np.float64)) / result.count
+    loss = float(scores(result)[2].sum(dtype=np.float64)) / count(result)
     variance = np.log(1 / 0.05) / 0.95 - 1  # of weight x masked: the mean of 1/t, less 1
     assert abs(loss - 1.0) < 4 * np.sqrt(variance / 200_000)
 

@@ -1,0 +1,127 @@
+"""Megatron's validated arguments to this project's own values, frozen objects of their folders."""
+
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_bp.diffusion.objective import Objective
+from megatron_bp.model.config import BDLMModelConfig
+from megatron_bp.sequence.plan import SequenceOptions
+from megatron_bp.training.metrics import Metrics
+from megatron_bp.training.nonfinite import NonFinite
+from megatron_bp.training.step import StepSettings
+
+
+def settings(
+    args: Namespace, metrics: Metrics | None = None, nonfinite: NonFinite | None = None
+) -> StepSettings:
+    """What a training step needs, from Megatron's validated arguments."""
+    return StepSettings(
+        sequence=SequenceOptions(
+            block_size=args.diffusion_block_size,
+            block_parallel_size=args.block_parallel_size,
+            context_parallel_size=args.bdlm_clean_shard_size,
+            clean_relation=args.clean_relation,
+            own_relation=args.own_relation,
+            row_cost=_row_cost(args),
+        ),
+        objective=Objective(
+            mask_token_id=args.mask_token_id,
+            vocabulary=args.bdlm_vocabulary,
+            seed=args.seed,
+            interval=(args.noise_interval[0], args.noise_interval[1]),
+            weighting=args.loss_weighting,
+            noise=args.noise,
+            noise_per=args.noise_per,
+            schedule=args.noise_schedule,
+            antithetic=args.antithetic,
+            diffusion_weight=args.diffusion_loss_weight,
+            ar_weight=args.ar_loss_weight,
+        ),
+        micro_batches=partial(_micro_batches, args),
+        metrics=metrics,
+        nonfinite=nonfinite,
+    )
+
+
+def model_config(args: Namespace) -> BDLMModelConfig:
+    """The model's config, from Megatron's validated arguments."""
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    config: BDLMModelConfig = gpt_config_from_args(args, model_config_cls=BDLMModelConfig)
+    config.block_parallel_size = args.block_parallel_size
+    config.clean_shard_size = args.bdlm_clean_shard_size
+    return config
+
+
+def nonfinite(args: Namespace) -> NonFinite:
+    """The watch over losses; its files go to the --save folder."""
+    folder = Path(args.save) if args.save else None
+    return NonFinite(args.on_nonfinite, folder, lambda: _iteration(args) + 1)
+
+
+def metrics_path(args: Namespace) -> Path | None:
+    """Where the metrics go: --metrics-file, else the --save folder, else nowhere."""
+    if args.metrics_file is not None:
+        return Path(args.metrics_file)
+    return Path(args.save) / "metrics.jsonl" if args.save else None
+
+
+def evaluation_samples(args: Namespace) -> int | None:
+    """Samples of one draw of one evaluation; None for all of the split."""
+    if args.full_validation:
+        return None
+    return int(args.eval_iters * args.eval_global_batch_size // args.eval_draws)
+
+
+def dataset_config(args: Namespace) -> Any:
+    """Megatron's GPTDatasetConfig for rows of the real length, without its shifted labels."""
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.training import get_tokenizer
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.bdlm_seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        add_extra_token_to_sequence=False,
+    )
+
+
+def _micro_batches(args: Namespace, training: bool) -> int:
+    """Micro-batches of this rank in a step of training or of an evaluation, as Megatron counts."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    if training:
+        return int(get_num_microbatches())
+    samples = args.eval_micro_batch_size * args.data_parallel_size
+    return int(args.eval_global_batch_size // samples)
+
+
+def _row_cost(args: Namespace) -> int:
+    """Linear work of one row, in visible pairs: FLOPs of a layer's matrices over 4 d Q a pair."""
+    heads, dim = args.num_attention_heads, args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else heads
+    attention = args.hidden_size * dim * (2 * heads + 2 * groups)
+    mlp = args.hidden_size * args.ffn_hidden_size * (3 if args.swiglu else 2)
+    cost: int = round(2 * (attention + mlp) / (4 * dim * heads))
+    return cost
+
+
+def _iteration(args: Namespace) -> int:
+    """Steps done; an evaluation alone (--skip-train) has only the checkpoint's."""
+    return int(getattr(args, "curr_iteration", getattr(args, "iteration", 0)))

@@ -1,0 +1,100 @@
+"""The run's contract: what a checkpoint and a run that goes on from it must agree on.
+
+Megatron saves its arguments, ours among them, in every checkpoint. Going on with any field of the
+contract changed would train another model on the same weights: an error. A new run that starts from
+a checkpoint (--finetune, --pretrained-checkpoint) begins a new contract and prints the differences.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+FIELDS = (
+    "objective",
+    "diffusion_block_size",
+    "mask_token_id",
+    "bdlm_vocabulary",
+    "noise",
+    "noise_per",
+    "noise_schedule",
+    "noise_interval",
+    "antithetic",
+    "loss_weighting",
+    "diffusion_loss_weight",
+    "ar_loss_weight",
+    "clean_relation",
+    "own_relation",
+    "untie_embeddings_and_output_weights",
+)
+
+
+class ContractError(ValueError):
+    """A resumed run differs from its checkpoint in a field of the contract."""
+
+
+def check_contract(args: Namespace) -> None:
+    """Compare with the checkpoint that the run is about to go on from, if there is one.
+
+    Raises:
+        ContractError: naming the field, the saved value and the new one.
+    """
+    folder = _newest(args.load, getattr(args, "ckpt_step", None))
+    goes_on = folder is not None
+    folder = folder or _newest(args.pretrained_checkpoint, None)
+    if folder is None:
+        return
+    found = differences(_saved(folder), args)
+    if not found:
+        return
+    told = "; ".join(f"--{name.replace('_', '-')} was {old}, is {new}" for name, old, new in found)
+    if args.finetune or not goes_on:
+        if args.rank == 0:
+            print(f"megatron_bp: a new run from {folder}: {told}", flush=True)
+        return
+    raise ContractError(
+        f"{folder} was trained with another contract: {told}. Set them as they were to go on, or "
+        f"start a new run from its weights with --finetune"
+    )
+
+
+def differences(saved: Namespace, args: Namespace) -> list[tuple[str, Any, Any]]:
+    """(field, saved value, new value) of each field that both know and that differs."""
+    found = []
+    for name in FIELDS:
+        if hasattr(saved, name):
+            old, new = getattr(saved, name), getattr(args, name)
+            if _plain(old) != _plain(new):
+                found.append((name, old, new))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _newest(source: str | None, step: int | None) -> Path | None:
+    """The folder of the checkpoint that Megatron would load; None if there is none yet."""
+    if not source:
+        return None
+    load = Path(source)
+    tracker = load / "latest_checkpointed_iteration.txt"
+    if step is not None:
+        return load / f"iter_{step:07d}"
+    try:
+        text = tracker.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    folder = load / (text if text == "release" else f"iter_{int(text):07d}")
+    return folder if folder.is_dir() else None
+
+
+def _saved(folder: Path) -> Namespace:
+    import warnings
+
+    from megatron.core import dist_checkpointing
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a single process loads, as it should
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+    saved: Namespace = common.get("args", Namespace())
+    return saved

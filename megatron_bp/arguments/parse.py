@@ -1,0 +1,158 @@
+"""A command line and its config file to Megatron's validated arguments.
+
+Config file and command line -> one list of flags -> what is derived -> what is refused -> Megatron.
+"""
+
+import os
+import sys
+import traceback
+from argparse import Namespace
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_bp import cpu
+from megatron_bp.arguments.build import settings
+from megatron_bp.arguments.command_line import join
+from megatron_bp.arguments.contract import check_contract
+from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
+from megatron_bp.arguments.resolved import describe, save_resolved
+from megatron_bp.arguments.rules import RefusedError, data_prefixes, refuse, refuse_world
+from megatron_bp.arguments.versions import check_versions
+from megatron_bp.data.checks import check_indexed
+
+# Megatron's defaults that do not fit block diffusion, or the local spec without Apex.
+DEFAULTS: dict[str, str | None] = {
+    "--transformer-impl": "local",
+    "--micro-batch-size": "1",
+    "--attention-dropout": "0",
+    "--hidden-dropout": "0",
+    "--no-rope-fusion": None,
+    "--no-persist-layer-norm": None,
+    "--no-masked-softmax-fusion": None,
+    "--no-gradient-accumulation-fusion": None,
+}
+
+
+def parse(argv: list[str]) -> Namespace:
+    """Megatron's validated arguments for a command line; exits with one clear line on bad input.
+
+    Also sets Megatron's globals, as its own entry does. Our own values in it: `bdlm_seq_length`
+    (the real row length; Megatron's is rounded up), `bdlm_clean_shard_size` (CP in our sense) and
+    `bdlm_vocabulary` (the true ids).
+    """
+    from megatron.training import arguments as megatron
+    from megatron.training import get_tokenizer
+
+    try:
+        check_versions()
+        flags, real_length, clean_shard_size = resolve(argv, int(os.environ.get("WORLD_SIZE", "1")))
+        before, sys.argv = sys.argv, [sys.argv[0], *flags]
+        try:
+            args: Namespace = megatron.parse_and_validate_args(
+                extra_args_provider=add_block_diffusion_flags
+            )
+        except (AssertionError, ValueError, NotImplementedError):
+            raise
+        except Exception as error:  # whatever it is, it comes of the arguments and starts nothing
+            raise RefusedError(f"Megatron cannot start: {type(error).__name__}: {error}") from error
+        finally:
+            sys.argv = before
+        args.bdlm_seq_length = real_length
+        args.bdlm_clean_shard_size = clean_shard_size
+        args.bdlm_vocabulary = get_tokenizer().vocab_size
+        _check_vocabulary(args)
+        for prefix in data_prefixes(args) if args.rank == 0 else ():
+            facts = check_indexed(prefix, args.bdlm_vocabulary)
+            print(f"megatron_bp: {prefix}: {facts}", flush=True)
+        check_contract(args)
+        resolved = describe(args, argv)
+        if args.print_config:
+            if args.rank == 0:
+                print(resolved)
+            raise SystemExit(0)
+        save_resolved(args, resolved)
+    except (ValueError, NotImplementedError) as error:
+        _fail(str(error), error)
+    except AssertionError as error:
+        _fail(f"Megatron refuses these arguments: {_assertion(error)}", error)
+    return args
+
+
+def resolve(argv: list[str], world_size: int | None = None) -> tuple[list[str], int, int]:
+    """(flags for Megatron, real row length, CP in our sense) from our own command line.
+
+    Args:
+        argv: a config file or none, then flags.
+        world_size: ranks that were started, if they are to be checked against the degrees.
+
+    Raises:
+        ConfigError, RefusedError: bad input, before anything is started.
+    """
+    parser = full_parser()
+    flags = join(argv, parser)
+    given = {token.split("=", 1)[0] for token in flags if token.startswith("--")}
+    for name, value in (DEFAULTS | (cpu.FLAGS if cpu.needed() else {})).items():
+        if name not in given:
+            flags += [name] if value is None else [name, value]
+    args = parser.parse_args(flags)
+    if "--context-parallel-size" not in given:
+        args.context_parallel_size = args.block_parallel_size
+    refuse(args)
+    if world_size is not None:
+        refuse_world(args, world_size)
+    slot = max(args.block_parallel_size, args.context_parallel_size)
+    # Megatron wants a length that its own context parallelism can cut: 2 x slot.
+    rounded = -(-args.seq_length // (2 * slot)) * 2 * slot
+    positions = args.max_position_embeddings or rounded
+    if args.position_embedding_type == "learned_absolute" and positions < args.seq_length:
+        raise RefusedError(
+            f"--max-position-embeddings {positions}: the table of learned positions must hold the "
+            f"--seq-length of {args.seq_length}"
+        )
+    flags += ["--context-parallel-size", str(slot)]
+    flags += ["--seq-length", str(rounded)]
+    flags += ["--max-position-embeddings", str(max(positions, rounded))]
+    flags += ["--calculate-per-token-loss"]
+    flags += ["--eval-iters", str(args.eval_iters * args.eval_draws)]
+    if args.on_nonfinite == "skip":
+        flags += ["--no-check-for-nan-in-loss-and-grad"]  # it would stop; nonfinite.py guards
+    return flags, args.seq_length, args.context_parallel_size
+
+
+def _check_vocabulary(args: Namespace) -> None:
+    """Check mask and vocabulary against the tokenizer, once it is there."""
+    from megatron.training import get_tokenizer
+
+    if args.padded_vocab_size is not None and args.padded_vocab_size < args.bdlm_vocabulary:
+        raise RefusedError(
+            f"--padded-vocab-size {args.padded_vocab_size}: the tokenizer has "
+            f"{args.bdlm_vocabulary} ids, so text could name rows that the model's table does not "
+            f"have; enlarge it"
+        )
+
+    tokenizer = get_tokenizer()
+    for name in ("pad", "eod", "eos"):
+        try:
+            special = getattr(tokenizer, name, None)
+        except (AttributeError, NotImplementedError):
+            continue
+        if special == args.mask_token_id:
+            raise RefusedError(
+                f"--mask-token-id {args.mask_token_id} is the tokenizer's {name} id: the model "
+                f"could not tell noise from text; choose an id of its own"
+            )
+    settings(args)  # the objective checks the rest
+
+
+def _fail(message: str, error: Exception) -> NoReturn:
+    """One clear line from the first rank, and exit status 2 on all."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"pretrain_bdlm.py: error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2) from error
+
+
+def _assertion(error: AssertionError) -> str:
+    """What an assertion says; one without a message is told by its own source line."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error) or (where.line or "").removeprefix("assert ").rstrip("\\, (")
+    return f"{' '.join(text.split())} ({Path(where.filename).name}:{where.lineno})"

@@ -1,0 +1,103 @@
+"""What a run was given, what that resolves to, and what follows from it: printed and saved.
+
+The text is YAML; its `given` section is a config file of its own that makes the same run.
+"""
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_bp.arguments.command_line import given_values
+from megatron_bp.arguments.flags import full_parser
+from megatron_bp.parallel.state import parallel_mode
+
+
+def describe(args: Namespace, argv: list[str]) -> str:
+    """YAML text of the run.
+
+    Args:
+        args: Megatron's validated arguments.
+        argv: the command line as it was given.
+    """
+    parser = full_parser()
+    defaults = {a.dest: a.default for a in parser._actions if a.dest != "help"}
+    changed = {
+        name: _plain(getattr(args, name))
+        for name in sorted(defaults)
+        if hasattr(args, name) and _plain(getattr(args, name)) != _plain(defaults[name])
+    }
+    sections = {
+        "given": given_values(argv, parser),
+        "resolved": changed,
+        "derived": derived(args),
+    }
+    return "\n".join(
+        f"# {comment}\n{yaml.safe_dump({name: sections[name]}, sort_keys=False)}"
+        for name, comment in (
+            ("given", "what was given: this section alone makes the same run"),
+            ("resolved", "all of Megatron's and our arguments that are not at their default"),
+            ("derived", "what follows; rows, units and bytes are of full rows, per sequence"),
+        )
+    )
+
+
+def derived(args: Namespace) -> dict[str, Any]:
+    """Rows, units, bytes and divisors that follow from the arguments."""
+    bp, cp = args.block_parallel_size, args.bdlm_clean_shard_size
+    slot, length = max(bp, cp), args.bdlm_seq_length
+    units = -(-length // args.diffusion_block_size)
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    itemsize = 2 if args.bf16 else 4
+    row_bytes = 2 * groups * args.kv_channels * itemsize
+    return {
+        "mode": parallel_mode(bp, cp),
+        "ranks_per_sequence": slot,
+        "data_parallel_size": args.data_parallel_size,
+        "micro_batches_per_step": args.global_batch_size // args.data_parallel_size,
+        "clean_rows_per_sequence": length,
+        "corrupted_rows_per_sequence": length,
+        "rows_per_rank": -(-2 * length // slot),
+        "units_per_sequence": units,
+        "units_per_rank": -(-units // slot),
+        "clean_tokens_per_step": args.global_batch_size * length,
+        "true_vocabulary": args.bdlm_vocabulary,
+        "padded_vocabulary": args.padded_vocab_size,
+        "exchanged_bytes_per_row_and_layer": row_bytes,
+        "exchanged_bytes_per_rank_and_sequence": (
+            3 * args.num_layers * (slot - 1) * -(-length // slot) * row_bytes
+        ),
+        "loss_divisor": "supervised tokens of the whole step, each term by its own count",
+    }
+
+
+def save_resolved(args: Namespace, text: str) -> None:
+    """Write it beside the checkpoints, from one rank, before anything is started.
+
+    Raises:
+        ValueError: the folder cannot be written: better now than at the first save.
+    """
+    if not args.save or args.rank != 0:
+        return
+    path = Path(args.save) / "config.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text(text, encoding="utf-8")
+        os.replace(fresh, path)
+    except OSError as error:
+        raise ValueError(
+            f"--save {args.save}: cannot be written ({error.strerror}); choose a folder that can, "
+            f"or make room"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """The value as YAML can hold it."""
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return getattr(value, "name", str(value))

@@ -1,0 +1,140 @@
+"""The validation bound of a checkpoint, by the same code that evaluates while training.
+
+    python -m megatron_bp.tools.evaluate runs/mine --data data/mine --draws 4
+    torchrun --nproc-per-node 4 -m megatron_bp.tools.evaluate runs/mine --data data/mine
+
+The run's own settings come from the config.yaml beside its checkpoints; flags after `--` override
+them. Same samples and same noise on any number of ranks, and as in the run's own evaluations while
+the split, the number of samples and the draws are the run's.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_bp import cpu
+
+# Of the training run, and of no use or harm here.
+DROPPED = (
+    "save",
+    "load",
+    "metrics_file",
+    "save_interval",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "tensorboard_dir",
+    "wandb_project",
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "async_save",
+)
+
+
+def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: int) -> list[str]:
+    """The command line of an evaluation of the run that was `given` these values.
+
+    Args:
+        given: flag name in snake case -> value, from the run's config.yaml.
+        options: as parsed by `main`.
+        ranks: ranks that were started. All share a sequence, unless the run's own degree or a flag
+            after `--` says otherwise.
+    """
+    from megatron_bp.arguments.config_file import to_flags
+    from megatron_bp.arguments.flags import full_parser
+
+    values = {key: value for key, value in given.items() if key not in DROPPED}
+    if ranks % int(values.get("block_parallel_size", 1)):
+        values["block_parallel_size"] = ranks
+        values.pop("context_parallel_size", None)
+    flags = to_flags(values, full_parser(), str(options.checkpoint))
+    folder, step = options.checkpoint, None
+    if folder.name.startswith("iter_"):
+        folder, step = folder.parent, int(folder.name.removeprefix("iter_"))
+    flags += ["--load", str(folder), "--exit-on-missing-checkpoint", "--skip-train"]
+    flags += ["--no-load-optim", "--no-load-rng"]
+    flags += [] if step is None else ["--ckpt-step", str(step)]
+    flags += ["--data-path", *options.data]
+    for name, value in (("--split", options.split), ("--eval-draws", options.draws)):
+        flags += [] if value is None else [name, str(value)]
+    if options.samples is not None:
+        flags += ["--eval-global-batch-size", str(options.samples), "--eval-iters", "1"]
+    return [*flags, *options.more]
+
+
+def settings_of(checkpoint: Path) -> dict[str, Any]:
+    """What the run was given, from the config.yaml beside its checkpoints.
+
+    Raises:
+        ValueError: there is none, or it says nothing.
+    """
+    folder = checkpoint.parent if checkpoint.name.startswith("iter_") else checkpoint
+    path = folder / "config.yaml"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error}); it is written by pretrain_bdlm.py beside the "
+            f"checkpoints of its --save folder: give that folder, or one iter_ folder in it"
+        ) from error
+    given = content.get("given") if isinstance(content, dict) else None
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: has no `given` section; was it changed by hand?")
+    return given
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, with what stands after `--` in `more`."""
+    own, more = list(argv), []
+    if "--" in own:
+        cut = own.index("--")
+        own, more = own[:cut], own[cut + 1 :]
+    parser = argparse.ArgumentParser("python -m megatron_bp.tools.evaluate", description=__doc__)
+    add = parser.add_argument
+    add(
+        "checkpoint", type=Path, help="--save folder of a run (its newest checkpoint), or iter_ one"
+    )
+    add("--data", nargs="+", required=True, metavar="PREFIX", help="as for --data-path")
+    add("--split", help="as for --split; default the run's own. 0,1,0 reads all of the data")
+    add("--samples", type=int, metavar="N", help="rows of each draw, default as in training")
+    add("--draws", type=int, metavar="N", help="noise draws of each row, default as in training")
+    add("--json", type=Path, metavar="FILE", help="write the row there too")
+    options = parser.parse_args(own)
+    options.more = more
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Evaluate; the last rank prints one line and writes the JSON."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        given = settings_of(options.checkpoint)
+    except ValueError as error:
+        sys.exit(f"evaluate: error: {error}")
+    if cpu.needed():
+        cpu.install()
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    import pretrain_bdlm
+
+    flags = evaluation_flags(given, options, ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        pretrain_bdlm.main([*flags, "--metrics-file", str(metrics)])
+        if rank != ranks - 1:
+            return
+        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    (row,) = (r for r in rows if r["kind"] == "validation")
+    if options.json is not None:
+        options.json.write_text(json.dumps(row) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
