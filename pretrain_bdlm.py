@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from megatron_bp import arguments
     from megatron_bp.batch.dataset import build_datasets
+    from megatron_bp.training import saving
     from megatron_bp.training.host import prepare_megatron
     from megatron_bp.training.metrics import Metrics
     from megatron_bp.training.record import Recorder
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> None:
 
     args = arguments.parse(sys.argv[1:] if argv is None else argv)
     prepare_megatron()
+    saving.install(args)
     metrics = Metrics()
     nonfinite = arguments.nonfinite(args)
     nonfinite.install()
@@ -47,12 +49,13 @@ def main(argv: list[str] | None = None) -> None:
         return build_datasets(config, sizes, arguments.evaluation_samples(args), args.eval_draws)
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own
-    pretrain(
-        pretrain_cfg_container_from_args(args, arguments.model_config(args)),
-        datasets,
-        ModelType.encoder_or_decoder,
-        partial(forward_step, settings),
-    )
+    with saving.errors_told(args):
+        pretrain(
+            pretrain_cfg_container_from_args(args, arguments.model_config(args)),
+            datasets,
+            ModelType.encoder_or_decoder,
+            partial(forward_step, settings),
+        )
 
 
 if __name__ == "__main__":

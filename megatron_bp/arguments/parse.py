@@ -19,8 +19,10 @@ from megatron_bp.arguments.resolved import describe, save_resolved
 from megatron_bp.arguments.rules import RefusedError, data_prefixes, refuse, refuse_world
 from megatron_bp.arguments.versions import check_versions
 from megatron_bp.data.checks import check_indexed
+from megatron_bp.training.saving import check_load
 
-# Megatron's defaults that do not fit block diffusion, or the local spec without Apex.
+# Megatron's defaults that do not fit block diffusion, or the local spec without Apex. A run that is
+# asked to end saves first; its own hooks of asynchronous saves are into "mcore".
 DEFAULTS: dict[str, str | None] = {
     "--transformer-impl": "local",
     "--micro-batch-size": "1",
@@ -30,6 +32,8 @@ DEFAULTS: dict[str, str | None] = {
     "--no-persist-layer-norm": None,
     "--no-masked-softmax-fusion": None,
     "--no-gradient-accumulation-fusion": None,
+    "--exit-signal-handler": None,
+    "--async-strategy": "mcore",
 }
 
 
@@ -64,6 +68,7 @@ def parse(argv: list[str]) -> Namespace:
         for prefix in data_prefixes(args) if args.rank == 0 else ():
             facts = check_indexed(prefix, args.bdlm_vocabulary)
             print(f"megatron_bp: {prefix}: {facts}", flush=True)
+        check_load(args)
         check_contract(args)
         resolved = describe(args, argv)
         if args.print_config:

@@ -5,6 +5,7 @@ The text is YAML; its `given` section is a config file of its own that makes the
 
 import os
 from argparse import Namespace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def save_resolved(args: Namespace, text: str) -> None:
 
 def _plain(value: Any) -> Any:
     """The value as YAML can hold it."""
+    if isinstance(value, Enum):  # before the numbers: a signal is one
+        return value.name
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     if isinstance(value, list | tuple):

@@ -31,7 +31,10 @@ def summarize(rows: list[dict[str, Any]], data: dict[str, Any]) -> list[tuple[st
         )
     per_byte = data["tokens"] / data["bytes"]
     entropy = data["unigram_bits_per_byte"]
-    first, last = (r["bound_bits_per_token"] * per_byte for r in (bounds[0], bounds[-1]))
+    first, last = (
+        r.get("bound_bits_per_byte", r["bound_bits_per_token"] * per_byte)
+        for r in (bounds[0], bounds[-1])
+    )
     warm = steps[1:] or steps  # the first step after a start waits for much else
 
     def middle(key: str) -> float:
