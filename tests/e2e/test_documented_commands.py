@@ -1,0 +1,124 @@
+"""The commands of README.md and docs/running.md, run as they stand but for names and size.
+
+Every command line that a page shows is run here, is what `.ci/run` itself does, or stands in
+NOT_RUN with the reason.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/running.md", "docs/testing.md")
+NOT_RUN = {
+    "scripts/quickstart.sh": "takes minutes; its steps are those that run here",
+    "scripts/test.sh": "is what runs this",
+    "srun": "needs SLURM",
+    "[CONFIG.yaml]": "a usage line",
+    "pkill": "tests/e2e/test_signals.py sends the signals",
+    "TREE ...": "a usage line; README has the command",
+    "--nproc-per-node N": "a usage line; N stands for any number",
+}
+SMALL = "--train-iters 3 --lr-warmup-iters 1 --eval-interval 3 --eval-iters 1 --seq-length 96"
+
+
+def commands(page: str) -> list[str]:
+    """Command lines of a page: indented blocks, and code in text that starts with a program."""
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    lines = re.findall(r"^ {4,}(.*)$", text, re.MULTILINE) + re.findall(r"`([^`]+)`", text)
+    program = re.compile(r"^(?:\w+=\S+ )*(?:bash |\.venv/bin/|python |torchrun |srun |pkill )")
+    return [" ".join(line.split("#")[0].split()) for line in lines if program.match(line)]
+
+
+def find(page: str, words: str) -> str:
+    """The one command of the page that holds the words and is to be run."""
+    found = [c for c in commands(page) if words in c and not any(n in c for n in NOT_RUN)]
+    assert len(found) == 1, f"{page}: {found}"
+    return found[0]
+
+
+def run(command: str, *names: tuple[str, str]) -> str:
+    for old, new in names:
+        assert old in command, f"{old} is not in {command}"
+        command = command.replace(old, new)
+    words = shlex.split(command)
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    while "=" in words[0]:
+        name, value = words.pop(0).split("=", 1)
+        environment[name] = value
+    program = words.pop(0)
+    if program.endswith("torchrun"):
+        words = ["-m", "torch.distributed.run", *words]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_own_data_from_readme_then_summary_and_evaluation(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for i in range(40):
+        (tree / f"{i}.txt").write_text(f"number {i} follows number {i - 1}\n" * 8)
+    data, saved = str(tmp_path / "mine"), str(tmp_path / "run")
+    run(find("README.md", "tools.prepare"), ("TREE", str(tree)), ("data/mine", data))
+
+    example = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example is not None
+    text = re.sub("^   ", "", example[1], flags=re.MULTILINE)
+    assert "include: quickstart.yaml" in text
+    assert "[data/mine]" in text
+    text = text.replace("quickstart.yaml", str(ROOT / "configs" / "quickstart.yaml"))
+    config = tmp_path / "mine.yaml"
+    config.write_text(text.replace("data/mine", data))
+
+    names = [("configs/mine.yaml", str(config)), ("runs/mine", saved)]
+    train = find("README.md", "configs/mine.yaml").replace("--nproc", "--standalone --nproc")
+    assert "rows_per_rank" in run(f"{train} {SMALL} --print-config", *names)
+    told = run(f"{train} {SMALL}", *names)
+    assert "validation at iteration 3 | loss" in told
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+
+    pages = [("RUN", saved), ("PREFIX", data)]
+    summary = find("docs/running.md", "tools.summary").replace("[--at-most X]", "--at-most 9")
+    assert "last bound / unigram entropy" in run(summary, *pages)
+    evaluation = find("docs/running.md", "tools.evaluate RUN --data")
+    assert re.search(r"bound \d.* bits/byte \| 2 samples x 2 draws", run(evaluation, *pages))
+
+
+def test_launch_line_of_running(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for i in range(40):
+        (tree / f"{i}.txt").write_text(f"number {i} follows number {i - 1}\n" * 8)
+    data = str(tmp_path / "data")
+    run(find("README.md", "tools.prepare"), ("TREE", str(tree)), ("data/mine", data))
+    launch = find("docs/running.md", "configs/quickstart.yaml")
+    run(f"{launch} {SMALL} --data-path {data}", ("runs/a", str(tmp_path / "run")))
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+
+
+def test_every_command_shown_is_run_or_has_its_reason() -> None:
+    ran = ("tools.prepare --input TREE --suffix", "configs/mine.yaml", "tools.summary")
+    ran += ("tools.evaluate RUN --data", "torchrun --standalone", "tests/e2e/kills.py")
+    left = [
+        f"{page}: {command}"
+        for page in PAGES
+        for command in commands(page)
+        if not any(words in command for words in (*ran, *NOT_RUN))
+    ]
+    assert left == []
