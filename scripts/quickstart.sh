@@ -41,7 +41,7 @@ if [ ! -f "$data.idx" ]; then
     { cat "$run/prepare.log" >&2; exit 1; }
 fi
 say "training: first half"
-train first --exit-interval 160
+train first --exit-interval 280
 say "training: resumed from the checkpoint"
 train second
 say "done: checkpoints and metrics.jsonl are in $run"

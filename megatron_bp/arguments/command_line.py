@@ -1,6 +1,7 @@
 """The config file and the command line as one list of flags, and as the values they give."""
 
 import argparse
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def given_values(argv: list[str], parser: argparse.ArgumentParser) -> dict[str, 
             continue
         key = option[2:].replace("-", "_")
         value = True if action.nargs == 0 else values[action.dest]
-        if action.nargs is None and not isinstance(value, bool | int | float | str):
+        plain = isinstance(value, bool | int | float | str) and not isinstance(value, Enum)
+        if action.nargs is None and not plain:  # a signal is a number and an Enum
             value = text if equals else flags[place + 1]  # as it was written
         given[key] = value
     return given

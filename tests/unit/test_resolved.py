@@ -141,6 +141,7 @@ def test_the_given_section_alone_makes_the_same_run(tmp_path: Path, config: str)
         ["--main-grads-dtype", "bf16"],
         ["--window-attn-skip-freq", "4"],
         ["--window-attn-skip-freq", "[0,1]"],
+        ["--exit-signal", "SIGUSR1"],
     ],
     ids=lambda more: more[0] + more[-1],
 )
