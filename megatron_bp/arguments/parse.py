@@ -150,8 +150,8 @@ def _check_vocabulary(args: Namespace) -> None:
 
 
 def _fail(message: str, error: Exception) -> NoReturn:
-    """One clear line from the first rank, and exit status 2 on all."""
-    if os.environ.get("RANK", "0") == "0":
+    """One clear line from the first rank of each node, and exit status 2 on all."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"pretrain_bdlm.py: error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2) from error
 

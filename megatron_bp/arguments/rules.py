@@ -176,6 +176,8 @@ def _data(args: Namespace) -> None:
         _no("--dataloader-type external: rows come from --data-path; leave it out")
     if args.yaml_cfg is not None:
         _no(f"--yaml-cfg {args.yaml_cfg}: give the config file as the first argument")
+    if args.ckpt_format != "torch_dist":
+        _no(f"--ckpt-format {args.ckpt_format}: only torch_dist is supported; leave it out")
     if args.save and not args.save_interval:
         _no(f"--save {args.save} without --save-interval: say how many steps lie between saves")
     for name, least in (("train_iters", 1), ("global_batch_size", 1), ("eval_iters", 0)):

@@ -36,6 +36,11 @@ DROPPED = (
     "valid_data_path",
     "test_data_path",
     "async_save",
+    "ckpt_step",
+    "finetune",
+    "pretrained_checkpoint",
+    "data_args_path",
+    "per_split_data_args_path",
 )
 
 
@@ -52,6 +57,8 @@ def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: 
     from megatron_bp.arguments.flags import full_parser
 
     values = {key: value for key, value in given.items() if key not in DROPPED}
+    if values.get("eval_iters") == 0 and options.samples is None:
+        raise ValueError("the run never evaluated (eval_iters 0): say how many rows with --samples")
     if ranks % int(values.get("block_parallel_size", 1)):
         values["block_parallel_size"] = ranks
         values.pop("context_parallel_size", None)
@@ -103,7 +110,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "checkpoint", type=Path, help="--save folder of a run (its newest checkpoint), or iter_ one"
     )
     add("--data", nargs="+", required=True, metavar="PREFIX", help="as for --data-path")
-    add("--split", help="as for --split; default the run's own. 0,1,0 reads all of the data")
+    add(
+        "--split",
+        help="as for --split; default the run's own. 0,1,0 draws its rows from all of the data",
+    )
     add("--samples", type=int, metavar="N", help="rows of each draw, default as in training")
     add("--draws", type=int, metavar="N", help="noise draws of each row, default as in training")
     add("--json", type=Path, metavar="FILE", help="write the row there too")
@@ -124,7 +134,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     import pretrain_bdlm
 
-    flags = evaluation_flags(given, options, ranks)
+    try:
+        flags = evaluation_flags(given, options, ranks)
+    except ValueError as error:
+        sys.exit(f"evaluate: error: {error}")
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         pretrain_bdlm.main([*flags, "--metrics-file", str(metrics)])

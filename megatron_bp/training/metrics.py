@@ -217,6 +217,12 @@ def _by_sample(of_ranks: Tensor, slot: int) -> Tensor:
     return of_ranks.view(-1, slot, of_ranks.shape[1]).sum(1).T.flatten()
 
 
+def masked_fraction(step: Step) -> float:
+    """Corrupted tokens of those that the diffusion term counts; 0 without such a term."""
+    counted = step.count.get("diffusion", 0)
+    return step.corrupted / counted if counted else 0.0
+
+
 def as_row(step: Step) -> dict[str, Any]:
     """The step as one flat JSON row."""
     row: dict[str, Any] = {"loss": step.total}
@@ -226,7 +232,7 @@ def as_row(step: Step) -> dict[str, Any]:
         row[f"{name}_count"] = step.count[name]
     return row | {
         "loss_by_corruption": step.bins,
-        "masked_fraction": step.corrupted / max(1, step.count.get("diffusion", 0)),
+        "masked_fraction": masked_fraction(step),
         "scored": step.scored,
         "rows": step.rows,
         "clean_tokens": step.clean_tokens,

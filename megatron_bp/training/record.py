@@ -67,7 +67,9 @@ class Recorder:
             self._metrics.drop()
             result = evaluation(*args, **kwargs)
             step = self._metrics.finish(group(), slot)
-            if step is not None:
+            if step is not None and len(step.samples) % self._draws:
+                print(" evaluation cut short (time limit): no row is written", flush=True)
+            elif step is not None:
                 kind = "test" if "test set" in values["prefix"] else "validation"
                 row = metrics.as_row(step) | evaluate.as_row(
                     step.samples, self._draws, self._is_bound
@@ -121,7 +123,7 @@ def _writes() -> bool:
 def _shown(step: Step) -> dict[str, torch.Tensor]:
     """What joins the losses in Megatron's log line, TensorBoard and W&B."""
     shown = {
-        "masked fraction": step.corrupted / max(1, step.count.get("diffusion", 0)),
+        "masked fraction": metrics.masked_fraction(step),
         "clean tokens/s": step.clean_tokens / step.seconds,
         "bytes exchanged": float(step.bytes_sent),
         "balance": step.balance,

@@ -36,8 +36,15 @@ def check_load(args: Namespace) -> None:
     """Check that the checkpoint to go on from, if there is one, is whole.
 
     Raises:
-        LoadError: with what is wrong, and the checkpoints that are there.
+        LoadError: with what is wrong, and the checkpoints that are there; or --save holds a run
+            that this one would write over.
     """
+    goes_on = bool(args.save) and _same_folder(args) and not args.finetune
+    if args.save and not args.skip_train and not goes_on and (Path(args.save) / TRACKER).exists():
+        raise LoadError(
+            f"--save {args.save} holds the checkpoints of a run that this one does not go on from, "
+            f"and would write over: give --load {args.save} to go on, or another --save"
+        )
     if not args.load or args.ckpt_format != "torch_dist":
         return
     folder = Path(args.load)
@@ -85,7 +92,8 @@ def install(args: Namespace) -> None:
     def save_checkpoint(iteration: int, *more: Any, **kwargs: Any) -> Any:
         nonlocal scheduled
         scheduled = iteration
-        if _same_folder(args) and iteration == checkpointing.get_loaded_iteration():
+        done = iteration == checkpointing.get_loaded_iteration() and not args.finetune
+        if done and _same_folder(args) and iteration in complete_steps(Path(args.save)):
             return None  # a run that was already done: nothing was trained since
         if args.ckpt_format == "torch_dist" and not kwargs.get("non_persistent_ckpt"):
             _prepare(args, iteration)
@@ -166,7 +174,7 @@ def _empty(args: Namespace, step: int) -> None:
     target, tracker = _of(folder, step), folder / TRACKER
     if tracker.is_file() and tracker.read_text(encoding="utf-8").strip() == str(step):
         loaded = get_loaded_iteration()
-        if _same_folder(args) and loaded in complete_steps(folder):
+        if _same_folder(args) and not args.finetune and loaded in complete_steps(folder):
             with _replacing(tracker) as file:
                 file.write(str(loaded))
         else:

@@ -20,14 +20,14 @@ def checkpoint(folder: Path, step: int, *files: str) -> None:
 
 
 def check(folder: Path, **more: Any) -> None:
-    check_load(Namespace(load=str(folder), ckpt_format="torch_dist", **more))
+    check_load(Namespace(load=str(folder), save=None, ckpt_format="torch_dist", **more))
 
 
 def test_a_folder_without_a_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
     check(tmp_path / "none")
     checkpoint(tmp_path, 2, "__0_0.distcp")  # killed in its first save
     check(tmp_path)
-    check_load(Namespace(load=None))
+    check_load(Namespace(load=None, save=None))
 
 
 def test_only_checkpoints_whose_save_came_to_its_end_count(tmp_path: Path) -> None:
@@ -88,8 +88,30 @@ def test_a_checkpoint_about_to_be_overwritten_is_no_longer_the_last(
     checkpoint(tmp_path, 2)
     checkpoint(tmp_path, 4, ".metadata", "metadata.json", "__0_0.distcp", "__3_0.distcp")
     (tmp_path / TRACKER).write_text("4")
-    saving._empty(Namespace(save=str(tmp_path), load=str(tmp_path)), 4)
+    saving._empty(Namespace(save=str(tmp_path), load=str(tmp_path), finetune=False), 4)
     assert list((tmp_path / "iter_0000004").iterdir()) == []
     assert complete_steps(tmp_path) == [2]
     path = tmp_path / TRACKER
     assert (path.read_text() if path.exists() else None) == tracker
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize("load", ["same", "other", None])
+def test_a_run_in_the_folder_is_gone_on_from_or_left_alone(
+    tmp_path: Path, load: str | None, finetune: bool
+) -> None:
+    save = tmp_path / "same"
+    save.mkdir()
+    source = str(tmp_path / load) if load else None
+    args = Namespace(
+        save=str(save), load=source, finetune=finetune, skip_train=False, ckpt_format="other"
+    )
+    check_load(args)  # an empty folder is anybody's
+    (save / saving.TRACKER).write_text("4")
+    if load == "same" and not finetune:
+        check_load(args)
+        return
+    with pytest.raises(saving.LoadError, match="holds the checkpoints of a run that this one"):
+        check_load(args)
+    args.skip_train = True  # writes nothing
+    check_load(args)
