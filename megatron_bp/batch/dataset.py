@@ -4,6 +4,7 @@ A Sample travels through Megatron's DataLoader as a dict of arrays (its default 
 into a batch of one); `sample_of` turns it back. Knows nothing of blocks, noise or ranks.
 """
 
+import warnings
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -138,6 +139,15 @@ def build_datasets(
                 f"{config.sequence_length} tokens, and an evaluation reads {evaluation}: prepare "
                 f"more data, change --split, or lower --eval-iters or --eval-global-batch-size"
             )
+        if split != TRAIN and isinstance(source, DocumentDataset):
+            whole = source._get_num_tokens_per_epoch() // config.sequence_length
+            if evaluation is not None and evaluation > whole:
+                warnings.warn(
+                    f"an evaluation reads {evaluation} rows, and the split holds {whole}: text is "
+                    f"read again with other noise, and standard errors are too small; lower "
+                    f"--eval-iters, and use --eval-draws for less noise",
+                    stacklevel=2,
+                )
         if split != TRAIN and evaluation is not None:
             source = FirstSamples(source, evaluation)
         passes = 1 if split == TRAIN else draws
