@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     nonfinite.install()
     settings = arguments.settings(args, metrics, nonfinite)
     path, bound = arguments.metrics_path(args), settings.objective.is_bound
-    Recorder(metrics, path, bound, args.eval_draws).install(
+    whole = args.eval_iters * args.eval_global_batch_size if args.eval_iters else None
+    Recorder(metrics, path, bound, args.eval_draws, whole).install(
         partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
         args.context_parallel_size,
     )
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     def datasets(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         if args.skip_train:
             sizes = [0, *sizes[1:]]
+        # Every evaluation reads the same rows from the first, also after a resume with other flags.
+        args.consumed_valid_samples = 0
         config = arguments.dataset_config(args)
         return build_datasets(config, sizes, arguments.evaluation_samples(args), args.eval_draws)
 

@@ -115,8 +115,8 @@ def _flag(option: str, action: argparse.Action, key: str, value: Any, source: st
 
 def _names(path: Path, include: Any) -> list[str]:
     names = [] if include is None else include if isinstance(include, list) else [include]
-    if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: `include: {include}`: must be a file name or a list of them")
+    if not all(isinstance(name, str) and name.strip() for name in names):
+        raise ConfigError(f"{path}: `include: {include!r}`: must be a file name or a list of them")
     return names
 
 

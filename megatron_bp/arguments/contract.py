@@ -27,6 +27,10 @@ FIELDS = (
     "untie_embeddings_and_output_weights",
 )
 
+# What a run may change on the way, but should not change without a word.
+TOLD = ("seed", "bdlm_seq_length", "split")
+SHOWN = {"bdlm_seq_length": "--seq-length", "bdlm_vocabulary": "the tokenizer's vocabulary"}
+
 
 class ContractError(ValueError):
     """A resumed run differs from its checkpoint in a field of the contract."""
@@ -43,10 +47,18 @@ def check_contract(args: Namespace) -> None:
     folder = folder or _newest(args.pretrained_checkpoint, None)
     if folder is None:
         return
-    found = differences(_saved(folder), args)
+    saved = _saved(folder)
+    changed = differences(saved, args, TOLD)
+    if changed and args.rank == 0 and goes_on and not args.finetune:
+        print(
+            f"megatron_bp: goes on from {folder} with {_told(changed)}: order of the data, noise "
+            f"and rows of evaluation are others from here on",
+            flush=True,
+        )
+    found = differences(saved, args)
     if not found:
         return
-    told = "; ".join(f"--{name.replace('_', '-')} was {old}, is {new}" for name, old, new in found)
+    told = _told(found)
     if args.finetune or not goes_on:
         if args.rank == 0:
             print(f"megatron_bp: a new run from {folder}: {told}", flush=True)
@@ -57,10 +69,19 @@ def check_contract(args: Namespace) -> None:
     )
 
 
-def differences(saved: Namespace, args: Namespace) -> list[tuple[str, Any, Any]]:
+def _told(found: list[tuple[str, Any, Any]]) -> str:
+    return "; ".join(
+        f"{SHOWN.get(name, '--' + name.replace('_', '-'))} was {old}, is {new}"
+        for name, old, new in found
+    )
+
+
+def differences(
+    saved: Namespace, args: Namespace, fields: tuple[str, ...] = FIELDS
+) -> list[tuple[str, Any, Any]]:
     """(field, saved value, new value) of each field that both know and that differs."""
     found = []
-    for name in FIELDS:
+    for name in fields:
         if hasattr(saved, name):
             old, new = getattr(saved, name), getattr(args, name)
             if _plain(old) != _plain(new):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_bp import cpu
-from megatron_bp.arguments.build import settings
+from megatron_bp.arguments.build import model_config, settings
 from megatron_bp.arguments.command_line import join
 from megatron_bp.arguments.contract import check_contract
 from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
-from megatron_bp.arguments.resolved import describe, save_resolved
+from megatron_bp.arguments.resolved import check_metrics_file, describe, save_resolved
 from megatron_bp.arguments.rules import RefusedError, data_prefixes, refuse, refuse_world
 from megatron_bp.arguments.versions import check_versions
 from megatron_bp.data.checks import check_indexed
@@ -65,6 +65,8 @@ def parse(argv: list[str]) -> Namespace:
         args.bdlm_clean_shard_size = clean_shard_size
         args.bdlm_vocabulary = get_tokenizer().vocab_size
         _check_vocabulary(args)
+        model_config(args).finalize()  # for its last checks; the run builds its own
+        check_metrics_file(args)
         for prefix in data_prefixes(args) if args.rank == 0 else ():
             facts = check_indexed(prefix, args.bdlm_vocabulary)
             print(f"megatron_bp: {prefix}: {facts}", flush=True)

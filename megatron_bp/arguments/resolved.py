@@ -95,6 +95,29 @@ def save_resolved(args: Namespace, text: str) -> None:
         ) from error
 
 
+def check_metrics_file(args: Namespace) -> None:
+    """Check that --metrics-file can be written, before anything is started.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if args.metrics_file is None or args.rank != 0:
+        return
+    path = Path(args.metrics_file)
+    try:
+        new = not path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"--metrics-file {path}: cannot be written ({error.strerror}); choose a file in a "
+            f"folder that can"
+        ) from error
+
+
 def _plain(value: Any) -> Any:
     """The value as YAML can hold it."""
     if isinstance(value, Enum):  # before the numbers: a signal is one

@@ -100,6 +100,30 @@ def _model(args: Namespace) -> None:
             "--attention-backend local makes Megatron overwrite the core attention that block "
             "diffusion needs; leave it out and choose with --attention-kernel"
         )
+    if args.attention_backend.name != "auto":
+        _no(
+            f"--attention-backend {args.attention_backend.name}: chooses among the attentions of "
+            f"Transformer Engine, which block diffusion replaces; leave it out"
+        )
+    if args.bf16 and args.fp32_residual_connection:
+        _no(
+            "--fp32-residual-connection with --bf16: the norms of Megatron's local layer spec take "
+            "one dtype only; leave it out"
+        )
+    if "layernorm" in (args.recompute_modules or ()) and args.transformer_impl == "local":
+        _no(
+            "--recompute-modules layernorm: Megatron's local layer spec has no such norm; leave out"
+        )
+    if args.cross_entropy_loss_fusion:
+        _no(
+            "--cross-entropy-loss-fusion: of Megatron's own output step, which is replaced by one "
+            "that never keeps logits; leave it out"
+        )
+    if args.check_for_spiky_loss:
+        _no(
+            "--check-for-spiky-loss: of Megatron's own loss function, which is replaced; NaN and "
+            "infinite losses are caught by --on-nonfinite; leave it out"
+        )
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(args, name) > 0:
             _no(
@@ -172,8 +196,11 @@ def _data(args: Namespace) -> None:
             )
     if args.full_validation:
         _no("--full-validation: not implemented yet; set --eval-iters to the rows of the split")
-    if args.dataloader_type == "external":
-        _no("--dataloader-type external: rows come from --data-path; leave it out")
+    if args.dataloader_type not in (None, "single"):
+        _no(
+            f"--dataloader-type {args.dataloader_type}: rows come from --data-path, shuffled there "
+            f"once an epoch, and evaluations read theirs in order; leave it out"
+        )
     if args.yaml_cfg is not None:
         _no(f"--yaml-cfg {args.yaml_cfg}: give the config file as the first argument")
     if args.ckpt_format != "torch_dist":
@@ -184,6 +211,11 @@ def _data(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             _no(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    if args.train_samples is not None and args.train_iters is not None:
+        _no(
+            f"--train-samples {args.train_samples} with --train-iters {args.train_iters}: both say "
+            f"how long the run is; give one"
+        )
     if args.multiple_validation_sets:
         _no("--multiple-validation-sets: not implemented yet; give one blend of validation data")
     if args.sft:

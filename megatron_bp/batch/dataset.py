@@ -4,7 +4,6 @@ A Sample travels through Megatron's DataLoader as a dict of arrays (its default 
 into a batch of one); `sample_of` turns it back. Knows nothing of blocks, noise or ranks.
 """
 
-import warnings
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -139,20 +138,38 @@ def build_datasets(
                 f"{config.sequence_length} tokens, and an evaluation reads {evaluation}: prepare "
                 f"more data, change --split, or lower --eval-iters or --eval-global-batch-size"
             )
-        if split != TRAIN and isinstance(source, DocumentDataset):
-            whole = source._get_num_tokens_per_epoch() // config.sequence_length
-            if evaluation is not None and evaluation > whole:
-                warnings.warn(
-                    f"an evaluation reads {evaluation} rows, and the split holds {whole}: text is "
-                    f"read again with other noise, and standard errors are too small; lower "
-                    f"--eval-iters, and use --eval-draws for less noise",
-                    stacklevel=2,
-                )
+        if split != TRAIN and evaluation is not None:
+            _check_read_once(source, evaluation, config.sequence_length)
         if split != TRAIN and evaluation is not None:
             source = FirstSamples(source, evaluation)
         passes = 1 if split == TRAIN else draws
         out.append(SampleDataset(source, config.sequence_length, split, size, passes))
     return out[TRAIN], out[VALIDATION], out[TEST]
+
+
+def _check_read_once(source: Any, evaluation: int, length: int) -> None:
+    """Refuse an evaluation that would read a text twice: its standard error would be too small.
+
+    Args:
+        source: a DocumentDataset, or Megatron's blend of several.
+        evaluation: rows that it reads.
+        length: tokens a row.
+    """
+    parts = getattr(source, "datasets", [source])
+    if hasattr(source, "dataset_index") and source.dataset_index is None:
+        source[0]  # a blend may read its index late
+    number = getattr(source, "dataset_index", np.zeros(evaluation, dtype=np.int64))
+    wanted = np.bincount(number[:evaluation], minlength=len(parts))
+    for part, rows in zip(parts, wanted.tolist(), strict=True):
+        whole = part._get_num_tokens_per_epoch() // length
+        if rows > whole:
+            name = part.dataset.path_prefix
+            raise ValueError(
+                f"an evaluation reads {rows} rows of {length} tokens from {name}, whose split "
+                f"holds {whole}: it would read text again, and its standard error would be too "
+                f"small; lower --eval-iters or --eval-global-batch-size (use --eval-draws for less "
+                f"noise), prepare more data or change --split"
+            )
 
 
 def sample_of(batch: dict[str, Tensor]) -> Sample:

@@ -73,8 +73,25 @@ def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: 
     for name, value in (("--split", options.split), ("--eval-draws", options.draws)):
         flags += [] if value is None else [name, str(value)]
     if options.samples is not None:
-        flags += ["--eval-global-batch-size", str(options.samples), "--eval-iters", "1"]
+        flags += _batches(options.samples, given, values, ranks)
     return [*flags, *options.more]
+
+
+def _batches(samples: int, given: dict[str, Any], values: dict[str, Any], ranks: int) -> list[str]:
+    """Flags that read `samples` rows in steps no larger than the run's own."""
+    slot = max(
+        int(values.get(name, 1)) for name in ("block_parallel_size", "context_parallel_size")
+    )
+    at_once = ranks // slot
+    if samples < 1 or samples % at_once:
+        raise ValueError(
+            f"--samples {samples}: {ranks} ranks work on {at_once} rows at a time; give a positive "
+            f"multiple of {at_once}"
+        )
+    most = int(given.get("eval_global_batch_size", given.get("global_batch_size", at_once)))
+    fitting = range(at_once, max(min(most, samples), at_once) + 1, at_once)
+    batch = max(size for size in fitting if samples % size == 0)
+    return ["--eval-global-batch-size", str(batch), "--eval-iters", str(samples // batch)]
 
 
 def settings_of(checkpoint: Path) -> dict[str, Any]:
@@ -133,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cpu.install()
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     import pretrain_bdlm
+    from megatron_bp.training.record import read_metrics
 
     try:
         flags = evaluation_flags(given, options, ranks)
@@ -143,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         pretrain_bdlm.main([*flags, "--metrics-file", str(metrics)])
         if rank != ranks - 1:
             return
-        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        rows = read_metrics(metrics)
     (row,) = (r for r in rows if r["kind"] == "validation")
     if options.json is not None:
         options.json.write_text(json.dumps(row) + "\n", encoding="utf-8")

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_bp.training.record import read_metrics
+
 
 def summarize(rows: list[dict[str, Any]], data: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) lines of the table.
@@ -28,6 +30,12 @@ def summarize(rows: list[dict[str, Any]], data: dict[str, Any]) -> list[tuple[st
         raise ValueError(
             f"{len(steps)} training steps and {len(bounds)} validation bounds: run some of each "
             f"(--eval-interval, --eval-iters, --loss-weighting bound)"
+        )
+    missing = [key for key in ("tokens", "bytes", "unigram_bits_per_byte") if not data.get(key)]
+    if missing:
+        raise ValueError(
+            f"the data's .json does not tell {', '.join(missing)}: it is written by `python -m "
+            f"megatron_bp.tools.prepare`; prepare the data again"
         )
     per_byte = data["tokens"] / data["bytes"]
     entropy = data["unigram_bits_per_byte"]
@@ -59,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--at-most", type=float, metavar="X", help="fail if the ratio is larger")
     options = parser.parse_args(argv)
     try:
-        lines = (options.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = read_metrics(options.run / "metrics.jsonl")
         data = json.loads(Path(f"{options.data}.json").read_text(encoding="utf-8"))
-        table = summarize([json.loads(line) for line in lines], data)
+        table = summarize(rows, data)
     except (OSError, ValueError) as error:
         sys.exit(f"summary: error: {error}")
     width = max(len(name) for name, _ in table)

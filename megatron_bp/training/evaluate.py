@@ -69,7 +69,7 @@ def as_row(samples: Tensor, draws: int, is_bound: bool) -> dict[str, Any]:
         "draws": draws,
         "standard_error": _or_none(of_tokens.error),
     }
-    if not is_bound:
+    if not is_bound or samples[:, 1].sum() == 0:
         return row
     row["bound_bits_per_token"] = of_tokens.mean / math.log(2)
     row["bound_bits_per_token_error"] = _or_none(of_tokens.error / math.log(2))

@@ -91,12 +91,35 @@ class Step:
     samples: Tensor
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """The integers of a micro-batch on this rank; its rows themselves are not kept."""
+
+    terms: tuple[tuple[str, float], ...]
+    counts: tuple[int, ...]
+    corrupted: int
+    scored: int
+    rows: int
+    clean_tokens: int
+
+
+def _counted(batch: LocalBatch) -> _Counted:
+    return _Counted(
+        terms=tuple((term.name, term.factor) for term in batch.terms),
+        counts=tuple(term.count for term in batch.terms),
+        corrupted=batch.corrupted,
+        scored=sum(int(torch.count_nonzero(term.weights)) for term in batch.terms),
+        rows=len(batch.input_ids),
+        clean_tokens=batch.clean_tokens,
+    )
+
+
 @dataclass
 class _Pile:
     """What the micro-batches since the last step left on this rank."""
 
     sums: list[Sums] = field(default_factory=list)
-    batches: list[LocalBatch] = field(default_factory=list)
+    counted: list[_Counted] = field(default_factory=list)
     exchanges: list[CleanExchange] = field(default_factory=list)
     bytes_of_text: list[float] = field(default_factory=list)
     costs: list[int] = field(default_factory=list)
@@ -111,7 +134,7 @@ class Metrics:
 
     def begin(self) -> None:
         """A micro-batch begins; the first one of a step starts its clock."""
-        if not self._pile.batches:
+        if not self._pile.counted:
             self._pile.began = time.perf_counter()
 
     def add(
@@ -134,7 +157,7 @@ class Metrics:
         """
         self._pile.bytes_of_text.append(bytes_of_text)
         self._pile.sums.append(sums)
-        self._pile.batches.append(batch)
+        self._pile.counted.append(_counted(batch))
         self._pile.exchanges.append(exchange)
         self._pile.costs.append(cost)
 
@@ -151,16 +174,16 @@ class Metrics:
         """
         seconds = time.perf_counter() - self._pile.began
         pile, self._pile = self._pile, _Pile()
-        if not pile.batches:
+        if not pile.counted:
             return None
-        terms = pile.batches[0].terms
+        terms = pile.counted[0].terms
         first = pile.sums[0].by_term
-        counts = [[b.terms[k].count for b in pile.batches] for k in range(len(terms))]
+        counts = [[c.counts[k] for c in pile.counted] for k in range(len(terms))]
         numbers = [
-            sum(b.corrupted for b in pile.batches),
-            sum(int(torch.count_nonzero(t.weights)) for b in pile.batches for t in b.terms),
-            sum(len(b.input_ids) for b in pile.batches),
-            sum(b.clean_tokens for b in pile.batches),
+            sum(c.corrupted for c in pile.counted),
+            sum(c.scored for c in pile.counted),
+            sum(c.rows for c in pile.counted),
+            sum(c.clean_tokens for c in pile.counted),
             sum(e.bytes_sent for e in pile.exchanges),
             torch.cuda.max_memory_allocated(),
         ]
@@ -182,13 +205,13 @@ class Metrics:
         parts = every.split([len(terms)] * 2 + [BINS] * 2 + [6] + [len(by_sample)] * 4, dim=1)
         loss_sum, count, bin_loss, bin_rows = (part.sum(0).tolist() for part in parts[:4])
         whole = parts[4].sum(0).tolist()
-        names = [term.name for term in terms]
+        names = [name for name, _ in terms]
         loss = [s / n if n else 0.0 for s, n in zip(loss_sum, count, strict=True)]
         return Step(
             loss=dict(zip(names, loss, strict=True)),
             loss_sum=dict(zip(names, loss_sum, strict=True)),
             count={name: int(n) for name, n in zip(names, count, strict=True)},
-            total=sum(t.factor * part for t, part in zip(terms, loss, strict=True)),
+            total=sum(factor * part for (_, factor), part in zip(terms, loss, strict=True)),
             bins=[s / n if n else None for s, n in zip(bin_loss, bin_rows, strict=True)],
             corrupted=int(whole[0]),
             scored=int(whole[1]),

@@ -54,7 +54,8 @@ class NonFinite:
         more = (
             "" if len(sample.document_keys) <= 8 else f" and {len(sample.document_keys) - 8} more"
         )
-        message = f"{what} on documents with keys {keys}{more}; written to {file}"
+        place = f"written to {file}" if file is not None else "which could not be written down"
+        message = f"{what} on documents with keys {keys}{more}; {place}"
         if self.mode == "stop" or not training:
             raise NonFiniteLossError(
                 f"{message}. The weights are those of the step before and the last checkpoint is "
@@ -100,8 +101,8 @@ class NonFinite:
         optimizer.step = guarded_step
         optimizer.megatron_bp_guarded = True
 
-    def _write(self, output: Tensor, sample: Sample, training: bool) -> Path:
-        """The file on this micro-batch; a full or read-only disk must not hide the loss itself."""
+    def _write(self, output: Tensor, sample: Sample, training: bool) -> Path | None:
+        """The file on this micro-batch; None from a full or read-only disk, so the loss is told."""
         rank, step = dist.get_rank(), self._iteration()
         path = self._folder / f"nonfinite-step{step}-rank{rank}.json"
         report = {
@@ -124,4 +125,5 @@ class NonFinite:
             path.write_text(json.dumps(report) + "\n", encoding="utf-8")
         except OSError as error:
             print(f"megatron_bp: {path} could not be written: {error}", flush=True)
+            return None
         return path

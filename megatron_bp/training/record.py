@@ -7,6 +7,7 @@ Megatron itself prints and hands to TensorBoard and W&B.
 
 import inspect
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -23,7 +24,14 @@ from megatron_bp.training.metrics import BINS, Metrics, Step
 class Recorder:
     """Ends each step and evaluation of `metrics`, and writes them."""
 
-    def __init__(self, metrics: Metrics, path: Path | None, is_bound: bool, draws: int = 1) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        path: Path | None,
+        is_bound: bool,
+        draws: int = 1,
+        samples: int | None = None,
+    ) -> None:
         """Write to `path`, if any, from the last rank.
 
         Args:
@@ -31,11 +39,13 @@ class Recorder:
             path: the metrics file; rows of steps that are run again after a resume are replaced.
             is_bound: the validation loss is a bound on the negative log-likelihood.
             draws: noise draws of each validation sample.
+            samples: samples of a whole evaluation, each draw counted; None if not known.
         """
         self._metrics = metrics
         self._path = path
         self._is_bound = is_bound
         self._draws = draws
+        self._samples = samples
         self._opened = False
 
     def install(self, group: Callable[[], dist.ProcessGroup], slot: int) -> None:
@@ -67,7 +77,7 @@ class Recorder:
             self._metrics.drop()
             result = evaluation(*args, **kwargs)
             step = self._metrics.finish(group(), slot)
-            if step is not None and len(step.samples) % self._draws:
+            if step is not None and not self._whole(len(step.samples)):
                 print(" evaluation cut short (time limit): no row is written", flush=True)
             elif step is not None:
                 kind = "test" if "test set" in values["prefix"] else "validation"
@@ -81,6 +91,10 @@ class Recorder:
 
         training.training_log = training_log
         training.evaluate_and_print_results = evaluate_and_print_results
+
+    def _whole(self, samples: int) -> bool:
+        """Whether an evaluation that read so many samples was one."""
+        return samples % self._draws == 0 and self._samples in (None, samples)
 
     def _train(self, step: Step, values: dict[str, Any]) -> None:
         extra = {
@@ -106,13 +120,22 @@ class Recorder:
             _drop_from(self._path, row)
             self._opened = True
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file; a last line that a killed run left half-written is left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinite numbers, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _writes() -> bool:

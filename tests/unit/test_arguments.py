@@ -390,6 +390,13 @@ REFUSED = [
     ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
     ("--spec a b", "--spec ['a', 'b']"),
     ("--attention-backend local", "--attention-backend local"),
+    ("--attention-backend flash", "--attention-backend flash: chooses among"),
+    ("--cross-entropy-loss-fusion", "--cross-entropy-loss-fusion"),
+    ("--check-for-spiky-loss", "--check-for-spiky-loss"),
+    ("--recompute-granularity selective --recompute-modules layernorm", "modules layernorm"),
+    ("--bf16 --fp32-residual-connection", "--fp32-residual-connection with --bf16"),
+    ("--train-iters 3 --train-samples 6", "--train-samples 6 with --train-iters 3"),
+    ("--dataloader-type cyclic", "--dataloader-type cyclic: rows come from"),
     ("--attention-dropout 0.1", "--attention-dropout 0.1"),
     ("--hidden-dropout 0.1", "--hidden-dropout 0.1"),
     ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction"),
@@ -498,3 +505,27 @@ def test_bad_input_exits_with_two_and_one_clear_line(data: str, flags: str, line
     assert line in written
     assert "Traceback" not in written
     assert len([x for x in written.splitlines() if "error" in x]) == 1
+
+
+MODEL = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --train-iters 1 --lr 1 "
+    "--vocab-size 258 --tokenizer-type NullTokenizer --null-tokenizer-eod-id 256 "
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--metrics-file /proc/metrics.jsonl", "--metrics-file /proc/metrics.jsonl: cannot be"),
+        ("--metrics-file /", "--metrics-file /: cannot be written (Is a directory)"),
+        ("--recompute-granularity selective --recompute-modules nonsense", "nonsense"),
+    ],
+)
+def test_what_only_the_model_or_the_disk_refuses_is_told_at_the_start(
+    data: str, flags: str, line: str
+) -> None:
+    code, written = run_ranks(1, parse_on_rank, base(data, *(MODEL + flags).split()), fresh=True)[0]
+    assert code == 2
+    assert line in written
+    assert "Traceback" not in written

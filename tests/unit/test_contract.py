@@ -59,7 +59,8 @@ def test_a_difference_names_the_field_the_saved_value_and_the_new(
     with pytest.raises(ContractError) as caught:
         check_contract(changed)
     message = str(caught.value)
-    assert f"--{name.replace('_', '-')} was {old}, is {new}." in message
+    shown = "the tokenizer's vocabulary" if name == "bdlm_vocabulary" else f"--{name}"
+    assert f"{shown.replace('_', '-')} was {old}, is {new}." in message
     assert f"{checkpoint}/iter_0000006 was trained with" in message
     assert "--finetune" in message
 
@@ -145,3 +146,18 @@ def test_the_checkpoint_that_megatron_would_load_is_read(
     Path(checkpoint, "latest_checkpointed_iteration.txt").write_text(tracker)
     check_contract(arguments(load=checkpoint, ckpt_step=step))
     assert read == [Path(checkpoint, folder)]
+
+
+@pytest.mark.parametrize(("name", "flag"), [("seed", "seed"), ("bdlm_seq_length", "seq-length")])
+def test_what_may_change_on_the_way_is_told(
+    checkpoint: str,
+    name: str,
+    flag: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(contract, "_saved", lambda folder: arguments(**{name: 1}))
+    check_contract(arguments(load=checkpoint, **{name: 2}))
+    assert f"--{flag} was 1, is 2: order of the data, noise" in capsys.readouterr().out
+    check_contract(arguments(load=checkpoint, **{name: 1}))
+    assert capsys.readouterr().out == ""

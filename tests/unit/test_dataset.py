@@ -264,11 +264,25 @@ def test_what_an_evaluation_reads_does_not_depend_on_the_length_of_the_run(build
     assert chosen[0] == chosen[1]
 
 
-def test_an_evaluation_longer_than_the_split_reads_it_again_with_new_keys(build: Build) -> None:
-    with pytest.warns(UserWarning, match="an evaluation reads 30 rows, and the split holds"):
-        _, validation, _ = build(ragged_texts(), sizes=(4, 60, 0), evaluation=30, split="1,1,0")
-    found = [piece for sample in samples(validation)[:30] for piece in pieces(sample)]
-    assert len({key for key, _ in found}) == len(found)
+def test_an_evaluation_longer_than_the_split_is_an_error(build: Build) -> None:
+    with pytest.raises(ValueError, match=r"reads 30 rows .* split holds 8.*--eval-iters"):
+        build(ragged_texts(), sizes=(4, 60, 0), evaluation=30, split="1,1,0")
+
+
+@pytest.mark.parametrize("weights", [[1.0, 3.0], [3.0, 1.0]])
+def test_an_evaluation_longer_than_one_part_of_a_blend_is_an_error(
+    build: Build, weights: list[float]
+) -> None:
+    """Of 24 rows 6 and 18, each of a split of some 9."""
+    with pytest.raises(ValueError, match=r"reads 1[78] rows of 32 tokens from .* split holds"):
+        build(
+            ragged_texts(),
+            ragged_texts(),
+            sizes=(4, 48, 0),
+            evaluation=24,
+            split="1,1,0",
+            weights=weights,
+        )
 
 
 def test_an_evaluation_longer_than_a_blend_without_weights_is_an_error(build: Build) -> None:

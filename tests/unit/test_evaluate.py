@@ -145,3 +145,45 @@ def test_draws_count_text_once() -> None:
     assert (row["samples"], row["draws"]) == (3, 2)
     assert row["bound_bits_per_byte"] == pytest.approx(want["bound_bits_per_byte"])
     assert row["standard_error"] == pytest.approx(want["standard_error"])
+
+
+def test_an_evaluation_that_counts_nothing_bounds_nothing() -> None:
+    row = as_row(torch.zeros(3, 3, dtype=torch.float64), 1, True)
+    assert row == {"samples": 3, "draws": 1, "standard_error": None}
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "run", "batch", "steps"),
+    [
+        (12, 1, {"global_batch_size": 8}, 6, 2),
+        (12, 2, {"global_batch_size": 8}, 6, 2),
+        (12, 4, {"global_batch_size": 2, "block_parallel_size": 2}, 2, 6),
+        (7, 1, {"global_batch_size": 4}, 1, 7),
+        (1000, 2, {"global_batch_size": 4, "eval_global_batch_size": 100}, 100, 10),
+        (4, 4, {}, 4, 1),
+    ],
+)
+def test_rows_asked_for_are_read_in_steps_no_larger_than_the_runs(
+    samples: int, ranks: int, run: dict[str, int], batch: int, steps: int
+) -> None:
+    """Host memory then does not grow with the number of rows."""
+    from megatron_bp.tools.evaluate import evaluation_flags, parse
+
+    options = parse(["runs/mine", "--data", "data", "--samples", str(samples)])
+    flags = evaluation_flags(run, options, ranks)
+    at = flags.index("--eval-iters")
+    assert flags[at - 2 : at + 2] == [
+        "--eval-global-batch-size",
+        str(batch),
+        "--eval-iters",
+        str(steps),
+    ]
+
+
+@pytest.mark.parametrize("samples", [0, -2, 3])
+def test_rows_that_the_ranks_cannot_share_are_refused(samples: int) -> None:
+    from megatron_bp.tools.evaluate import evaluation_flags, parse
+
+    options = parse(["runs/mine", "--data", "data", f"--samples={samples}"])
+    with pytest.raises(ValueError, match=f"--samples {samples}: 2 ranks .* multiple of 2"):
+        evaluation_flags({}, options, 2)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def run_on_rank(
     is_bound: bool = True,
     draws: int = 1,
     count: int = 8,
+    samples: int | None = None,
 ) -> dict[str, Any]:
     """A process that records the events, with Megatron's own signatures."""
     from megatron.training import training
@@ -84,7 +86,7 @@ def run_on_rank(
         warnings.catch_warnings(record=True) as warned,
     ):
         warnings.simplefilter("always")
-        recorder = Recorder(metrics, path, is_bound, draws)  # type: ignore[arg-type]
+        recorder = Recorder(metrics, path, is_bound, draws, samples)  # type: ignore[arg-type]
         recorder.install(lambda: "the group", 2)  # type: ignore[arg-type, return-value]
         for kind, iteration in events:
             if kind == "train":
@@ -221,3 +223,23 @@ def test_a_step_with_nothing_supervised_is_warned_of(path: Path) -> None:
     runs = run_ranks(2, run_on_rank, path, [("train", 7)], 0.0, True, 1, 0)
     assert [len(run["warned"]) for run in runs] == [0, 1]
     assert "step 7: nothing at all was supervised" in runs[1]["warned"][0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("samples", "draws", "rows"), [(2, 1, 1), (3, 1, 0), (4, 2, 0)])
+def test_an_evaluation_that_a_time_limit_cut_short_leaves_no_row(
+    path: Path, samples: int, draws: int, rows: int
+) -> None:
+    """Two samples are read, of so many."""
+    events = [("train", 1), ("evaluate", 1)]
+    run_ranks(1, run_on_rank, path, events, 1.0, True, draws, 8, samples)
+    assert [r["kind"] for r in read_metrics(path)] == ["train", "validation"][: 1 + rows]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_null(path: Path, value: float) -> None:
+    run_ranks(1, run_on_rank, path, [("train", 1)], value)
+    (line,) = path.read_text(encoding="utf-8").splitlines()
+    row = json.loads(line, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    assert row["loss"] is None
