@@ -45,13 +45,16 @@ def _lost_unit(rank: int) -> Any:
     """The last rank forgets its last unit."""
     from megatron_bp.sequence.plan import SequencePlan
 
-    def forgetful(plan: Any, owner: int) -> Any:
-        units = owned_units(plan, owner)
-        last = owner == plan.options.block_parallel_size - 1
-        return units[:-1] if last else units
+    def forgetful(plan: Any, rank: int, multiple: int = 1) -> Any:
+        rows = rows_of(plan, rank, multiple)
+        if rank != plan.options.slot - 1 or not len(rows.corrupted):
+            return rows
+        offset = plan.units.offset
+        unit = int((offset <= rows.corrupted[-1]).sum()) - 1
+        return dataclasses.replace(rows, corrupted=rows.corrupted[rows.corrupted < offset[unit]])
 
-    owned_units = SequencePlan.owned_units
-    return mock.patch.object(SequencePlan, "owned_units", forgetful)
+    rows_of = SequencePlan.rows_of
+    return mock.patch.object(SequencePlan, "rows_of", forgetful)
 
 
 def _mean_of_means(rank: int) -> Any:

@@ -4,9 +4,20 @@ import pytest
 import torch
 from cases import Case
 from ranks import run_ranks
-from whole import LLAMA, PACKED, SHAPES, Shape, check_step, oracle_step, step_on_rank
+from whole import LLAMA, PACKED, SHAPES, Shape, Slot, check_step, oracle_step, step_on_rank
 
-LAYOUTS = ((2, 2), (4, 4), (4, 2), (2, 1))  # ranks, ranks that share a sequence
+# ranks; BP and CP, a number alone for both
+LAYOUTS: tuple[tuple[int, Slot], ...] = (
+    (2, 2),
+    (4, 4),
+    (4, 2),
+    (2, 1),
+    (2, (2, 1)),
+    (4, (4, 1)),
+    (4, (4, 2)),
+    (2, (1, 2)),
+    (4, (1, 4)),
+)
 
 
 @pytest.mark.ranks
