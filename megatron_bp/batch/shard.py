@@ -89,7 +89,15 @@ def local_batch(
         windows: the distinct windows of the model's layers.
         multiple: rows that only fill up are added until there is a multiple of this many (under
             sequence parallelism TP), and at least one.
+
+    Raises:
+        ValueError: the plan has no scored clean rows, and the corruption does.
     """
+    nobody = plan.scorer < 0
+    if any(term.counted[: len(nobody)][nobody].any() for term in corruption.terms):
+        raise ValueError(
+            "clean rows are scored that no rank computes: plan with SequenceOptions(score_clean)"
+        )
     group = plan.shard_group(rank)
     shards = tuple(plan.rows_of(peer, multiple) for peer in group)
     mine = shards[group.index(rank)]

@@ -75,8 +75,6 @@ def corrupt(sample: Sample, plan: SequencePlan, objective: Objective) -> Corrupt
             f"with key {sample.document_keys[ordinal]}, where it could not be told from noise; "
             f"choose a --mask-token-id that no text holds, or clean the data"
         )
-    if objective.ar_weight > 0 and not plan.options.score_clean:
-        raise ValueError("the objective scores clean rows, and the plan was made without them")
     positions = corrupted_positions(plan)
     t, draw, other = _draws(sample, plan, objective, positions)
     exact_p, slope = probability(t, objective.schedule)

@@ -342,7 +342,8 @@ def test_each_scored_clean_row_is_scored_once_on_its_label() -> None:
         assert got == {p: int(want.labels[p]) for p in scored}, where
 
 
-def test_a_plan_without_scored_clean_rows_is_not_scored() -> None:
+def test_clean_rows_that_nobody_computes_are_not_scored() -> None:
     sample = sample_of(Case((9,), 4))
-    with pytest.raises(ValueError, match="the plan was made without them"):
-        corrupt(sample, make_plan(sample, SequenceOptions(4)), AR)
+    plan = make_plan(sample, SequenceOptions(4))
+    with pytest.raises(ValueError, match="plan with SequenceOptions"):
+        local_batch(sample, plan, corrupt(sample, plan, AR), 0)
