@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 
@@ -45,13 +46,16 @@ def _lost_unit(rank: int) -> Any:
     """The last rank forgets its last unit."""
     from megatron_bp.sequence.plan import SequencePlan
 
-    def forgetful(plan: Any, owner: int) -> Any:
-        units = owned_units(plan, owner)
-        last = owner == plan.options.block_parallel_size - 1
-        return units[:-1] if last else units
+    def forgetful(plan: Any, rank: int, multiple: int = 1) -> Any:
+        rows = rows_of(plan, rank, multiple)
+        if rank != plan.options.slot - 1 or not len(rows.corrupted):
+            return rows
+        offset = plan.units.offset
+        unit = int((offset <= rows.corrupted[-1]).sum()) - 1
+        return dataclasses.replace(rows, corrupted=rows.corrupted[rows.corrupted < offset[unit]])
 
-    owned_units = SequencePlan.owned_units
-    return mock.patch.object(SequencePlan, "owned_units", forgetful)
+    rows_of = SequencePlan.rows_of
+    return mock.patch.object(SequencePlan, "rows_of", forgetful)
 
 
 def _mean_of_means(rank: int) -> Any:
@@ -137,6 +141,69 @@ def _one_count(rank: int) -> Any:
     return mock.patch.object(reader, "term_scales", same)
 
 
+def _every_replica_scores(rank: int) -> Any:
+    """A clean row's loss is counted by every rank that computes it."""
+    from megatron_bp.training import step
+
+    def greedy(sample: Any, plan: Any, corruption: Any, rank: int, *rest: Any) -> Any:
+        mine = dataclasses.replace(plan, scorer=np.full_like(plan.scorer, rank))
+        return local_batch(sample, mine, corruption, rank, *rest)
+
+    local_batch = step.local_batch
+    return mock.patch.object(step, "local_batch", greedy)
+
+
+def _short_prefix(rank: int) -> Any:
+    """A group computes one block less than its units see."""
+    from megatron_bp.sequence.shares import Work
+
+    def short(work: Any, first: int, stop: int) -> Any:
+        begin, end = prefixes(work, first, stop)
+        before = work.grid.start[np.searchsorted(work.grid.start, end) - 1]
+        return begin, np.maximum(begin, before)
+
+    prefixes = Work.prefixes
+    return mock.patch.object(Work, "prefixes", short)
+
+
+def _unit_twice(rank: int) -> Any:
+    """The last rank computes the first unit too."""
+    from megatron_bp.sequence.plan import SequencePlan
+
+    def greedy(plan: Any, rank: int, multiple: int = 1) -> Any:
+        rows = rows_of(plan, rank, multiple)
+        if rank != plan.options.slot - 1 or not len(plan.units):
+            return rows
+        first = np.arange(plan.units.offset[1])
+        return dataclasses.replace(rows, corrupted=np.union1d(first, rows.corrupted))
+
+    rows_of = SequencePlan.rows_of
+    return mock.patch.object(SequencePlan, "rows_of", greedy)
+
+
+def _corrupted_stay_away(rank: int) -> Any:
+    """What other ranks owe a rank's corrupted rows is lost (mode CP)."""
+    from megatron_bp.attention.exchange import CleanExchange
+    from megatron_bp.training import step
+
+    def telling(batch: Any, *rest: Any) -> Any:
+        layout = make_layout(batch, *rest)
+        layout.exchange.num_clean = batch.num_clean
+        return layout
+
+    def losing(exchange: Any, pending: Any, dkv: Any) -> Any:
+        own = dkv.clone()
+        whole = collect(exchange, pending, dkv)
+        whole[exchange.num_clean :] = own[exchange.num_clean :]
+        return whole
+
+    make_layout, collect = step.make_layout, CleanExchange.collect
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(step, "make_layout", telling))
+    stack.enter_context(mock.patch.object(CleanExchange, "collect", losing))
+    return stack
+
+
 FAULTS: dict[str, Callable[[int], Any]] = {
     "leak": _leak,
     "wrong position": _position,
@@ -148,6 +215,10 @@ FAULTS: dict[str, Callable[[int], Any]] = {
     "own gradient twice": _late_reduce,
     "wrong weight": _wrong_weight,
     "one count for all terms": _one_count,
+    "loss of a clean row counted by every replica": _every_replica_scores,
+    "prefix one block short": _short_prefix,
+    "unit computed twice": _unit_twice,
+    "gradients of corrupted keys not sent back": _corrupted_stay_away,
 }
 
 

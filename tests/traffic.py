@@ -77,3 +77,10 @@ def _wrap(name: str, place: int, how: str, sent: list[Sent]) -> Any:
         return original(*args, **kwargs)
 
     return wrapped
+
+
+def clean_shard(degrees: tuple[int, int], rank: int) -> dist.ProcessGroup:
+    """This rank's clean shard group where (BP, CP) make one slot; all ranks make all groups."""
+    bp, cp = degrees
+    groups = [dist.new_group([*range(i, i + cp)]) for i in range(0, max(bp, cp), cp)]
+    return groups[rank // cp]

@@ -113,7 +113,7 @@ def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
 
     model_parallel_cuda_manual_seed(1)
     gpt = shape.gpt
-    slot = torch.distributed.get_world_size() if SLOT is None else SLOT
+    bp, cp = degrees(torch.distributed.get_world_size() if SLOT is None else SLOT)
     settings: dict[str, Any] = {
         "num_layers": gpt.layers,
         "hidden_size": gpt.hidden,
@@ -135,7 +135,7 @@ def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "transformer_impl": "local",
-        "context_parallel_size": slot,
+        "context_parallel_size": max(bp, cp),
         "calculate_per_token_loss": True,
     }
     config = BDLMModelConfig(
@@ -147,8 +147,8 @@ def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
         position_embedding_type="rope",
         rotary_percent=gpt.rotary_percent,
         rotary_base=int(gpt.rotary_base),
-        block_parallel_size=slot,
-        clean_shard_size=slot,
+        block_parallel_size=bp,
+        clean_shard_size=cp,
     )
     (model,) = BDLMModelBuilder(config).build_distributed_models(
         ProcessGroupCollection.use_mpu_process_groups(),
@@ -162,10 +162,16 @@ def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
     return model
 
 
-SLOT: int | None = None
+Slot = int | tuple[int, int]
+SLOT: Slot | None = None
 
 
-def settings_of(case: Case, shape: Shape, slot: int, micro_batches: int) -> Any:
+def degrees(slot: Slot) -> tuple[int, int]:
+    """(BP, CP); a number alone is both."""
+    return slot if isinstance(slot, tuple) else (slot, slot)
+
+
+def settings_of(case: Case, shape: Shape, slot: Slot, micro_batches: int) -> Any:
     from megatron_bp.diffusion.objective import Objective
     from megatron_bp.sequence.plan import SequenceOptions
     from megatron_bp.training.step import StepSettings
@@ -173,10 +179,10 @@ def settings_of(case: Case, shape: Shape, slot: int, micro_batches: int) -> Any:
     return StepSettings(
         sequence=SequenceOptions(
             case.block_size,
-            slot,
-            slot,
+            *degrees(slot),
             clean_relation=case.clean_relation,
             own_relation=case.own_relation,
+            score_clean=shape.objective.get("ar_weight", 0.0) > 0,
         ),
         objective=Objective(
             shape.mask_id,
@@ -222,13 +228,13 @@ def step_on_rank(
     rank: int,
     world: int,
     shape: Shape,
-    slot: int,
+    slot: Slot,
     recompute: bool = False,
     fault: str | None = None,
 ) -> dict[str, Any]:
     """One step: (sum, count) over all rows, and every parameter's gradient before clipping.
 
-    `slot` ranks share a sequence; the rest is data parallel, which deals out the micro-batches.
+    Degrees (BP, CP) make the slot; the rest is data parallel, which deals out the micro-batches.
     """
     global SLOT
     from megatron.core import parallel_state as mpu
@@ -239,7 +245,8 @@ def step_on_rank(
 
     from megatron_bp.training.step import forward_step
 
-    mpu.initialize_model_parallel(context_parallel_size=slot)
+    size = max(degrees(slot))
+    mpu.initialize_model_parallel(context_parallel_size=size)
     SLOT = slot
     if recompute:
         shape = Shape(
@@ -257,7 +264,7 @@ def step_on_rank(
     config = get_model_config(model)
     config.finalize_model_grads_func = finalize_model_grads
     config.timers = None
-    data = world // slot
+    data = world // size
     mine = batches_of(shape)[mpu.get_data_parallel_rank() :: data]
     init_num_microbatches_calculator(rank, None, len(shape.rows), 1, data, False)
     model.zero_grad_buffer()

@@ -25,6 +25,7 @@ def settings(
             clean_relation=args.clean_relation,
             own_relation=args.own_relation,
             row_cost=_row_cost(args),
+            score_clean=args.ar_loss_weight > 0,
         ),
         objective=Objective(
             mask_token_id=args.mask_token_id,

@@ -17,6 +17,17 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         default=1,
         help="BP: ranks that share the target blocks of one sequence. Unset CP means CP = BP.",
     )
+    # Megatron has a flag of this name. Ours takes its place; Megatron's value keeps its default.
+    group.conflict_handler = "resolve"
+    add(
+        "--cp-comm-type",
+        dest="bdlm_cp_comm_type",
+        choices=["all_gather", "p2p", "a2a", "clean_all_gather"],
+        default="all_gather",
+        help="How K/V cross ranks in mode CP (BP 1, CP above 1); only all_gather runs yet.",
+    )
+    group.conflict_handler = "error"
+    parser.set_defaults(cp_comm_type=["p2p"])
     add(
         "--clean-kv-exchange",
         choices=["auto", "all_gather"],

@@ -104,7 +104,7 @@ def resolve(argv: list[str], world_size: int | None = None) -> tuple[list[str], 
     args = parser.parse_args(flags)
     if "--context-parallel-size" not in given:
         args.context_parallel_size = args.block_parallel_size
-    refuse(args)
+    refuse(args, given)
     if world_size is not None:
         refuse_world(args, world_size)
     slot = max(args.block_parallel_size, args.context_parallel_size)

@@ -9,11 +9,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
+from megatron_bp.arguments.build import settings
 from megatron_bp.arguments.command_line import given_values
 from megatron_bp.arguments.flags import full_parser
+from megatron_bp.data.document import Document
 from megatron_bp.parallel.state import parallel_mode
+from megatron_bp.sequence.packing import pack
+from megatron_bp.sequence.plan import make_plan
 
 
 def describe(args: Namespace, argv: list[str]) -> str:
@@ -40,36 +45,47 @@ def describe(args: Namespace, argv: list[str]) -> str:
         for name, comment in (
             ("given", "what was given: this section alone makes the same run"),
             ("resolved", "all of Megatron's and our arguments that are not at their default"),
-            ("derived", "what follows; rows, units and bytes are of full rows, per sequence"),
+            ("derived", "what follows; rows, units and bytes are of one document of full length"),
         )
     )
 
 
 def derived(args: Namespace) -> dict[str, Any]:
-    """Rows, units, bytes and divisors that follow from the arguments."""
+    """Rows, units, bytes and divisors that follow from the arguments.
+
+    Of a rank: those of the rank that has most. They are counted in the plan of one full document.
+    """
     bp, cp = args.block_parallel_size, args.bdlm_clean_shard_size
     slot, length = max(bp, cp), args.bdlm_seq_length
-    units = -(-length // args.diffusion_block_size)
+    text = Document(np.zeros(length, np.int32), np.ones(length, np.bool_), 0)
+    plan = make_plan(pack([text], length), settings(args).sequence)
+    shards = [plan.rows_of(rank) for rank in range(slot)]
+    units = [
+        len(np.unique(np.searchsorted(plan.units.offset, s.corrupted, "right"))) for s in shards
+    ]
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     itemsize = 2 if args.bf16 else 4
     row_bytes = 2 * groups * args.kv_channels * itemsize
+    sent = max(s.num_sent for s in shards)
     return {
         "mode": parallel_mode(bp, cp),
         "ranks_per_sequence": slot,
+        "clean_shard_groups": slot // cp,
+        "ranks_per_clean_shard_group": cp,
         "data_parallel_size": args.data_parallel_size,
         "micro_batches_per_step": args.global_batch_size // args.data_parallel_size,
-        "clean_rows_per_sequence": length,
-        "corrupted_rows_per_sequence": length,
-        "rows_per_rank": -(-2 * length // slot),
-        "units_per_sequence": units,
-        "units_per_rank": -(-units // slot),
+        "clean_rows_per_sequence": int(np.count_nonzero(plan.scorer >= 0)),
+        "corrupted_rows_per_sequence": int(plan.units.offset[-1]),
+        "rows_per_sequence_with_replicas": sum(s.num_rows for s in shards),
+        "rows_per_rank": max(s.num_rows for s in shards),
+        "clean_rows_per_rank": max(len(s.clean) for s in shards),
+        "units_per_sequence": len(plan.units),
+        "units_per_rank": max(units),
         "clean_tokens_per_step": args.global_batch_size * length,
         "true_vocabulary": args.bdlm_vocabulary,
         "padded_vocabulary": args.padded_vocab_size,
         "exchanged_bytes_per_row_and_layer": row_bytes,
-        "exchanged_bytes_per_rank_and_sequence": (
-            3 * args.num_layers * (slot - 1) * -(-length // slot) * row_bytes
-        ),
+        "exchanged_bytes_per_rank_and_sequence": 3 * args.num_layers * (cp - 1) * sent * row_bytes,
         "loss_divisor": "supervised tokens of the whole step, each term by its own count",
     }
 

@@ -4,27 +4,30 @@ Checked on the parsed flags before Megatron sees them, before anything is starte
 """
 
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_bp.parallel.state import parallel_mode, refusal
+from megatron_bp.parallel.state import parallel_mode
 
 
 class RefusedError(ValueError):
     """A combination of flags that cannot be trained with."""
 
 
-def refuse(args: Namespace) -> None:
+def refuse(args: Namespace, given: Collection[str] = ()) -> None:
     """Check what Megatron's own rules do not know of.
 
     Args:
         args: flags as parsed, with block_parallel_size and context_parallel_size (in this project's
             sense) resolved.
+        given: names of the flags that were given.
 
     Raises:
         RefusedError: with the reason.
     """
     _parallel(args)
+    _comm_type(args, given)
     _model(args)
     _data(args)
 
@@ -34,13 +37,10 @@ def _no(message: str) -> NoReturn:
 
 
 def _parallel(args: Namespace) -> None:
-    bp, cp = args.block_parallel_size, args.context_parallel_size
     try:
-        mode = parallel_mode(bp, cp)
+        parallel_mode(args.block_parallel_size, args.context_parallel_size)
     except ValueError as error:
         _no(str(error))
-    if mode not in ("single", "CSBP"):
-        _no(refusal(mode, bp, cp))
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         if getattr(args, name) > 1:
             _no(f"--{name.replace('_', '-')} {getattr(args, name)}: not implemented yet; set 1")
@@ -53,11 +53,6 @@ def _parallel(args: Namespace) -> None:
             "--hybrid-context-parallel and --hierarchical-context-parallel-sizes shard rows in a "
             "way that block parallelism replaces; use --block-parallel-size"
         )
-    if args.cp_comm_type != ["p2p"]:  # Megatron's default
-        _no(
-            f"--cp-comm-type {' '.join(args.cp_comm_type)}: chooses how mode CP exchanges, and "
-            f"that mode is not implemented yet; leave it out (CSBP has --clean-kv-exchange)"
-        )
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False):
             _no(f"--{name.replace('_', '-')}: not implemented yet; leave it out")
@@ -67,6 +62,19 @@ def _parallel(args: Namespace) -> None:
                 f"--{name.replace('_', '-')} {getattr(args, name)}: a micro-batch is one packed "
                 f"row; set 1 and raise --global-batch-size or --seq-length"
             )
+
+
+def _comm_type(args: Namespace, given: Collection[str]) -> None:
+    mode = parallel_mode(args.block_parallel_size, args.context_parallel_size)
+    value = args.bdlm_cp_comm_type
+    if "--cp-comm-type" in given and mode != "CP":
+        _no(
+            f"--cp-comm-type {value}: says how mode CP exchanges (--block-parallel-size 1 and "
+            f"--context-parallel-size above 1), and this run is {mode}; leave it out (clean K/V go "
+            f"by --clean-kv-exchange)"
+        )
+    if value != "all_gather":
+        _no(f"--cp-comm-type {value}: not implemented yet; use all_gather, the default")
 
 
 def refuse_world(args: Namespace, world_size: int) -> None:
@@ -79,8 +87,8 @@ def refuse_world(args: Namespace, world_size: int) -> None:
     if world_size % slot:
         _no(
             f"{world_size} ranks were started, and {slot} share a sequence (--block-parallel-size "
-            f"{args.block_parallel_size}): start a multiple of {slot} (torchrun --nproc-per-node), "
-            f"or change the degree"
+            f"{args.block_parallel_size}, --context-parallel-size {args.context_parallel_size}): "
+            f"start a multiple of {slot} (torchrun --nproc-per-node), or change the degrees"
         )
     data = world_size // slot
     if args.global_batch_size is not None and args.global_batch_size % data:

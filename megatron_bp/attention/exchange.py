@@ -1,11 +1,12 @@
-"""The exchange of clean K/V among the ranks that shard the clean rows, and its exact adjoint.
+"""The exchange of K/V among the ranks that shard the clean rows, and its exact adjoint.
 
 Three passes a layer and step: K/V gathered for the forward, gathered again for the backward (local
 K/V is what autograd keeps), and dK/dV reduced to their owners. K and V travel packed in one
-collective. Only clean rows ever enter a buffer that is sent.
+collective. Only clean rows ever enter a buffer that is sent, except in mode CP, where all do.
 """
 
-# Shapes: R ranks, C clean rows of the largest shard, c of this rank, H key heads, D head dimension.
+# Shapes: R ranks, C rows sent of the rank that sends most, c of this rank, H key heads, D head
+# dimension.
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,18 @@ from megatron_bp.parallel.collectives import Pending, all_gather, all_to_all
 class CleanExchange:
     """One micro-batch's exchange; counts the bytes that this rank sends."""
 
-    def __init__(self, group: dist.ProcessGroup, shard_sizes: tuple[int, ...]) -> None:
-        """Describe who holds how many clean rows.
+    def __init__(self, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> None:
+        """Describe who sends how many rows.
 
         Args:
             group: the ranks that shard the clean rows.
-            shard_sizes: clean rows of each.
+            sizes: of each, the rows that it sends, which are its first.
         """
-        if group.size() != len(shard_sizes):
-            raise ValueError(f"{len(shard_sizes)} shard sizes for {group.size()} ranks")
+        if group.size() != len(sizes):
+            raise ValueError(f"{len(sizes)} shard sizes for {group.size()} ranks")
         self.group = group
         self.rank = int(group.rank())
-        self.sizes = shard_sizes
+        self.sizes = sizes
         self.bytes_sent = 0
 
     @property
@@ -37,7 +38,7 @@ class CleanExchange:
         return len(self.sizes) > 1 and max(self.sizes) > 0
 
     def gather(self, k_cHD: Tensor, v_cHD: Tensor) -> Pending:
-        """Start gathering clean K and V as [R, C, 2, H, D].
+        """Start gathering the K and V that ranks send as [R, C, 2, H, D].
 
         Of rank r's C rows the first sizes[r] are real.
         """
@@ -50,7 +51,7 @@ class CleanExchange:
         return pending
 
     def scatter(self, dkv_RC2HD: Tensor, dtype: torch.dtype) -> Pending:
-        """Start sending this rank's share of dK|dV of all clean rows to the rows' owners.
+        """Start sending this rank's share of dK|dV of all rows sent to the rows' owners.
 
         It travels in `dtype`; `collect` adds up what arrives.
         """

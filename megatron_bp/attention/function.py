@@ -1,11 +1,11 @@
 """Attention of this rank's rows over all they see, as one autograd function.
 
-It owns the parts, their merge and the exchange of clean K/V, so that communication overlaps with
+It owns the parts, their merge and the exchange of K/V, so that communication overlaps with
 the parts that need no remote keys. It sees no model, no block and no document.
 """
 
-# Shapes: S rows (c clean, first), Q query heads, H key heads, G = Q / H, D head dimension, R ranks,
-# C clean rows of the largest shard.
+# Shapes: S rows, Q query heads, H key heads, G = Q / H, D head dimension, R ranks, C rows that the
+# rank that sends most sends.
 
 from typing import Any
 
@@ -30,8 +30,8 @@ def attend(
 ) -> Tensor:
     """Softmax attention [S, Q, D] of each row over the keys that its visibility names.
 
-    A row that sees nothing gives 0. Differentiable in q, k and v, including the share that clean
-    rows on other ranks get of the gradient.
+    A row that sees nothing gives 0. Differentiable in q, k and v, including the share that rows on
+    other ranks get of the gradient.
     """
     out: Tensor = _Attend.apply(q_SQD, k_SHD, v_SHD, view, exchange, kernel, scale)
     return out
@@ -51,12 +51,12 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         pending = None
         if exchange.active:
-            pending = exchange.gather(k_SHD[: view.num_clean], v_SHD[: view.num_clean])
+            pending = exchange.gather(k_SHD[: view.num_sent], v_SHD[: view.num_sent])
         q_HGSD = _heads_first(q_SQD, k_SHD.shape[1])
         dtype = accumulation_dtype(q_SQD.dtype)
         out_HGSD = torch.zeros_like(q_HGSD, dtype=dtype)
         lse_HGS = q_HGSD.new_full(q_HGSD.shape[:-1], -torch.inf, dtype=dtype)
-        for part in view.own:
+        for part in (*view.corrupted, *view.clean):
             k, v = _keys(k_SHD, v_SHD, part)
             out, lse = kernel.forward(q_HGSD[:, :, part.rows], k, v, part.spec, scale)
             merge_into(out_HGSD, lse_HGS, part.rows, out, lse)
@@ -80,7 +80,7 @@ class _Attend(torch.autograd.Function):
         view, exchange = ctx.view, ctx.exchange
         pending = None
         if exchange.active and gathered is None:
-            pending = exchange.gather(k_SHD[: view.num_clean], v_SHD[: view.num_clean])
+            pending = exchange.gather(k_SHD[: view.num_sent], v_SHD[: view.num_sent])
         heads = k_SHD.shape[1]
         dtype = accumulation_dtype(q_SQD.dtype)
         wide = _Wide(
@@ -92,11 +92,9 @@ class _Attend(torch.autograd.Function):
             lse_HGS=lse_HGS,
         )
         dkv_S2HD = k_SHD.new_zeros((view.num_rows, 2, *k_SHD.shape[1:]), dtype=dtype)
-        # The corrupted part first, while K/V arrive; then remote keys, whose gradients travel while
-        # the clean chunks of this rank are done.
-        corrupted = [p for p in view.own if p.run.start >= view.num_clean]
-        clean = [p for p in view.own if p.run.start < view.num_clean]
-        for part in corrupted:
+        # Own corrupted keys first, while K/V arrive; then remote keys, whose gradients travel while
+        # the own clean keys are done.
+        for part in view.corrupted:
             wide.add(part, k_SHD, v_SHD, dkv_S2HD)
         sent = None
         if exchange.active:
@@ -106,10 +104,10 @@ class _Attend(torch.autograd.Function):
                 rank = part.run.rank
                 wide.add(part, gathered[rank, :, 0], gathered[rank, :, 1], dkv_RC2HD[rank])
             sent = exchange.scatter(dkv_RC2HD, k_SHD.dtype)
-        for part in clean:
+        for part in view.clean:
             wide.add(part, k_SHD, v_SHD, dkv_S2HD)
         if sent is not None:
-            exchange.collect(sent, dkv_S2HD[: view.num_clean])
+            exchange.collect(sent, dkv_S2HD[: view.num_sent])
         dq_SQD = _rows_first(wide.dq_HGSD).to(q_SQD.dtype)
         dk_SHD, dv_SHD = dkv_S2HD.to(k_SHD.dtype).unbind(1)
         return dq_SQD, dk_SHD, dv_SHD, None, None, None, None

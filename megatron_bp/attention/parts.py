@@ -1,11 +1,12 @@
-"""Visibility cut into parts: for each run of keys, which rows see it and where.
+"""Visibility cut into parts: for each rank's clean or corrupted keys, which rows see which.
 
-Made once a micro-batch on the host, used by every layer. A run of keys is contiguous both in the
-packed row and in the memory that holds it: this rank's corrupted rows, one of this rank's clean
-chunks, or a clean chunk that the exchange brings. Knows no model and no process group.
+Made once a micro-batch on the host, used by every layer. What a rank holds stands in its memory in
+ascending order, so the keys that it holds of any interval are one interval of its memory: one part
+covers all its clean keys, and one its corrupted keys. Knows no model and no process group.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +14,13 @@ from numpy.typing import NDArray
 
 from megatron_bp.attention.kernels.contract import Intervals, row_tiles
 from megatron_bp.attention.merge import Rows
-from megatron_bp.sequence.partition import Chunk
+from megatron_bp.sequence.plan import RankRows
 from megatron_bp.sequence.visibility import Visibility
 
 
 @dataclass(frozen=True)
 class Run:
-    """Keys [start, stop) among the clean rows of CP rank `rank`, or among this rank's own rows."""
+    """Keys [start, stop) among the rows of rank `rank` of the clean shard group."""
 
     rank: int
     start: int
@@ -40,92 +41,80 @@ class View:
     """All that attention needs of one Visibility on one rank.
 
     Attributes:
-        own: over this rank's rows: its corrupted rows, then its clean chunks. Needs no exchange.
-        remote: over clean rows of other ranks, as the exchange brings them.
-        num_clean, num_rows: this rank's clean rows and all of its rows.
+        corrupted: over this rank's own corrupted rows. Needs no exchange, as the next.
+        clean: over this rank's own clean rows.
+        remote: over rows of other ranks, as the exchange brings them.
+        num_sent: of this rank's rows the first `num_sent` are sent to the others.
+        num_rows: all of this rank's rows.
     """
 
-    own: tuple[Part, ...]
+    corrupted: tuple[Part, ...]
+    clean: tuple[Part, ...]
     remote: tuple[Part, ...]
-    num_clean: int
+    num_sent: int
     num_rows: int
-
-
-def shard_sizes(chunks: tuple[Chunk, ...], ranks: int) -> tuple[int, ...]:
-    """Clean rows of each CP rank (rows that only fill up are not counted)."""
-    return tuple(sum(c.stop - c.start for c in chunks if c.rank == r) for r in range(ranks))
 
 
 def make_view(
     visible: Visibility,
-    chunks: tuple[Chunk, ...],
+    shards: tuple[RankRows, ...],
     rank: int,
     tile_rows: int,
     device: torch.device,
 ) -> View:
-    """The parts of `visible` on CP rank `rank`; its clean rows stand in the order of its chunks."""
-    clean_lo, clean_hi = visible.clean_lo.numpy(), visible.clean_hi.numpy()
-    own: list[Part] = []
-    remote: list[Part] = []
-    corrupted = _corrupted_part(visible, rank, tile_rows, device)
-    if corrupted is not None:
-        own.append(corrupted)
-    for position, run in _runs(chunks):
-        lo = np.clip(clean_lo - position, 0, run.stop - run.start)
-        hi = np.clip(clean_hi - position, 0, run.stop - run.start)
-        part = _part(lo, hi, 0, run, tile_rows, device)
-        if part is not None:
-            (own if run.rank == rank else remote).append(part)
-    return View(tuple(own), tuple(remote), visible.num_clean, len(clean_lo))
+    """The parts of `visible` on rank `rank` of the clean shard group.
 
-
-def _runs(chunks: tuple[Chunk, ...]) -> list[tuple[int, Run]]:
-    """(first position, run) of each chunk; neighbours of one rank are joined."""
-    filled: dict[int, int] = {}
-    runs: list[tuple[int, Run]] = []
-    for chunk in chunks:
-        start = filled.get(chunk.rank, 0)
-        stop = start + chunk.stop - chunk.start
-        filled[chunk.rank] = stop
-        position, last = runs[-1] if runs else (0, None)
-        touching = last is not None and position + last.stop - last.start == chunk.start
-        if last is not None and touching and last.rank == chunk.rank and last.stop == start:
-            runs[-1] = (position, Run(chunk.rank, last.start, stop))
-        else:
-            runs.append((chunk.start, Run(chunk.rank, start, stop)))
-    return runs
-
-
-def _corrupted_part(
-    visible: Visibility, rank: int, tile_rows: int, device: torch.device
-) -> Part | None:
-    """The part over this rank's corrupted rows.
-
-    A unit is whole on its rank, so the shift from place in the corrupted order to place in this
-    rank's rows is one number a unit.
+    Args:
+        visible: what this rank's rows see.
+        shards: the rows of each rank of the group. Of another rank only what it sends is seen.
+        rank: this rank.
+        tile_rows: rows of a tile of the kernel.
+        device: where the kernel works.
     """
-    first = visible.num_clean
-    index = visible.index.numpy()[first:]
-    shift = index - np.arange(len(index), dtype=np.int32)
-    lo = visible.own_lo.numpy()[first:] - shift
-    hi = visible.own_hi.numpy()[first:] - shift
-    run = Run(rank, first, first + len(index))
-    return _part(lo, hi, first, run, tile_rows, device)
+    clean = (visible.clean_lo.numpy(), visible.clean_hi.numpy())
+    own = (visible.own_lo.numpy(), visible.own_hi.numpy())
+    corrupted: list[Part] = []
+    local: list[Part] = []
+    remote: list[Part] = []
+    for holder, shard in enumerate(shards):
+        mine = holder == rank
+        part = _part(*clean, Run(holder, 0, len(shard.clean)), shard.clean, tile_rows, device)
+        (local if mine else remote).extend(part)
+        if mine or shard.num_sent > shard.num_clean:
+            run = Run(holder, shard.num_clean, shard.num_rows)
+            part = _part(*own, run, shard.corrupted, tile_rows, device)
+            (corrupted if mine else remote).extend(part)
+    here = shards[rank]
+    held = sum(int((p.spec.hi - p.spec.lo).sum()) for p in (*corrupted, *local, *remote))
+    assert held == visible.pairs(), "a row sees keys that no rank of its clean shard group holds"
+    return View(tuple(corrupted), tuple(local), tuple(remote), here.num_sent, here.num_rows)
 
 
 def _part(
     lo: NDArray[np.int32],
     hi: NDArray[np.int32],
-    first_row: int,
     run: Run,
+    held: NDArray[Any],
     tile_rows: int,
     device: torch.device,
-) -> Part | None:
-    """The part of the rows that see some key of the run; None if none does."""
-    seeing = np.flatnonzero(hi > lo)
+) -> list[Part]:
+    """The part of the rows that see some key of `held`, if any does.
+
+    Args:
+        lo: what each row sees, [lo, hi).
+        hi: see lo.
+        run: where the held keys stand.
+        held: ascending, in the numbers of lo and hi.
+        tile_rows: see `make_view`, as is device.
+        device: see there.
+    """
+    start, stop = np.searchsorted(held, lo), np.searchsorted(held, hi)
+    seeing = np.flatnonzero(stop > start)
     if len(seeing) == 0:
-        return None
-    lo, hi = lo[seeing].astype(np.int32), hi[seeing].astype(np.int32)
+        return []
+    first, last = int(start[seeing].min()), int(stop[seeing].max())
+    lo = (start[seeing] - first).astype(np.int32)
+    hi = (stop[seeing] - first).astype(np.int32)
     spec = Intervals(
         lo=torch.from_numpy(lo).to(device),
         hi=torch.from_numpy(hi).to(device),
@@ -133,7 +122,7 @@ def _part(
     )
     rows: Rows
     if seeing[-1] - seeing[0] + 1 == len(seeing):
-        rows = slice(first_row + int(seeing[0]), first_row + int(seeing[-1]) + 1)
+        rows = slice(int(seeing[0]), int(seeing[-1]) + 1)
     else:
-        rows = torch.from_numpy(first_row + seeing).to(device)
-    return Part(rows, run, spec)
+        rows = torch.from_numpy(seeing).to(device)
+    return [Part(rows, Run(run.rank, run.start + first, run.start + last), spec)]

@@ -1,7 +1,7 @@
 """LocalBatch: the rows that one rank computes, cut from the sample by the plan.
 
-Every rank derives its own rows; nothing is broadcast. Rows come clean first (in the order of the
-rank's chunks), then corrupted (unit after unit). Takes ranks as integers, sees no process group.
+Every rank derives its own rows; nothing is broadcast. Rows come clean first (by position), then
+those that only fill up, then corrupted (by place). Takes ranks as integers, sees no process group.
 """
 
 from collections.abc import Iterable
@@ -15,13 +15,8 @@ from torch import Tensor
 
 from megatron_bp.diffusion.corruption import Corruption, Term
 from megatron_bp.sequence.packing import Sample
-from megatron_bp.sequence.plan import SequencePlan
-from megatron_bp.sequence.visibility import (
-    Visibility,
-    corrupted_positions,
-    corrupted_rows,
-    visibility,
-)
+from megatron_bp.sequence.plan import RankRows, SequencePlan
+from megatron_bp.sequence.visibility import Visibility, corrupted_positions, visibility
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +27,8 @@ class LocalTerm:
         name: see `diffusion.corruption.Term`, as are all others.
         labels: int64[S], id that each row predicts.
         weights: float32[S], weight of its cross-entropy; 0 = not scored.
-        count: this rank's share of the term's count.
+        count: this rank's share of the term's count. A clean row that several ranks compute is
+            scored, and counted, by `SequencePlan.scorer` alone.
         factor: of the term in the total.
     """
 
@@ -55,7 +51,12 @@ class LocalBatch:
         corrupted: how many of the rows' tokens were corrupted.
         num_clean: the first `num_clean` rows are clean.
         visibility: one for each distinct window of the model's layers (None = no window).
-        clean_tokens: clean rows that are tokens of the sample (rows that fill up left out).
+        clean_tokens: this rank's share of the sample's tokens, computed or not (padding left out):
+            all of them on the slot's first rank.
+        own_rows: bool[S], rows that this rank counts where each row of the sample counts once
+            (auxiliary losses, router statistics); False where a row fills up or is a replica whose
+            scorer is another rank. Over the slot they add up to `SequencePlan.num_rows`.
+        shards: the rows of each rank of this rank's clean shard group, in the group's order.
     """
 
     input_ids: Tensor
@@ -66,6 +67,8 @@ class LocalBatch:
     num_clean: int
     visibility: dict[int | None, Visibility]
     clean_tokens: int
+    own_rows: Tensor
+    shards: tuple[RankRows, ...]
 
 
 def local_batch(
@@ -74,13 +77,34 @@ def local_batch(
     corruption: Corruption,
     rank: int,
     windows: Iterable[int | None] = (None,),
+    multiple: int = 1,
 ) -> LocalBatch:
-    """The rows of slot rank `rank`; a rank without any row gets one that only fills up."""
-    clean = plan.clean_positions(rank)
-    corrupted = corrupted_rows(plan, plan.owned_units(rank))
-    filling = 1 if len(clean) + len(corrupted) == 0 else 0
+    """The rows of slot rank `rank`.
+
+    Args:
+        sample: the packed row.
+        plan: who computes which of its rows.
+        corruption: what the corrupted rows hold, and what rows are scored on.
+        rank: slot rank.
+        windows: the distinct windows of the model's layers.
+        multiple: rows that only fill up are added until there is a multiple of this many (under
+            sequence parallelism TP), and at least one.
+
+    Raises:
+        ValueError: the plan has no scored clean rows, and the corruption does.
+    """
+    nobody = plan.scorer < 0
+    if any(term.counted[: len(nobody)][nobody].any() for term in corruption.terms):
+        raise ValueError(
+            "clean rows are scored that no rank computes: plan with SequenceOptions(score_clean)"
+        )
+    group = plan.shard_group(rank)
+    shards = tuple(plan.rows_of(peer, multiple) for peer in group)
+    mine = shards[group.index(rank)]
+    clean, corrupted, filling = mine.clean, mine.corrupted, mine.filling
     length = len(sample.tokens)
     of_corrupted = corrupted_positions(plan)[corrupted]
+    scorer = plan.scorer[clean] == rank
 
     def join(of_clean: NDArray[Any], of_corrupted: NDArray[Any]) -> Tensor:
         nothing = np.zeros(filling, dtype=of_corrupted.dtype)
@@ -89,7 +113,8 @@ def local_batch(
 
     def local(term: Term) -> LocalTerm:
         def rows(column: NDArray[Any]) -> Tensor:
-            return join(column[clean], column[length + corrupted])
+            of_clean = np.where(scorer, column[clean], column.dtype.type(0))
+            return join(of_clean, column[length + corrupted])
 
         count = int(torch.count_nonzero(rows(term.counted)))
         return LocalTerm(term.name, rows(term.labels), rows(term.weights), count, term.factor)
@@ -100,7 +125,9 @@ def local_batch(
         terms=tuple(local(term) for term in corruption.terms),
         p=join(np.zeros(len(clean)), corruption.p[corrupted]),
         corrupted=int(np.count_nonzero(corruption.corrupted[corrupted])),
-        num_clean=len(clean) + filling,
+        num_clean=mine.num_clean,
         visibility={w: visibility(plan, clean, corrupted, w, filling) for w in windows},
-        clean_tokens=len(clean),
+        clean_tokens=int(np.count_nonzero(sample.document >= 0)) if rank == 0 else 0,
+        own_rows=join(scorer, np.ones(len(corrupted), dtype=np.bool_)),
+        shards=shards,
     )

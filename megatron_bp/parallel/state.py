@@ -23,28 +23,62 @@ _state: _BlockParallel | None = None
 
 
 def initialize_block_parallel(block_parallel_size: int, context_parallel_size: int) -> None:
-    """Set up the block-parallel groups, after `mpu.initialize_model_parallel`.
+    """Set up the block-parallel groups, after `mpu.initialize_model_parallel`. Collective.
+
+    All ranks of the world make all groups in one order. Neighbours in the slot share a clean shard
+    group: slot rank r is in group r // CP.
 
     Args:
         block_parallel_size: BP, ranks that share the target blocks of one sequence.
         context_parallel_size: CP, ranks that shard its clean rows.
 
     Raises:
-        ValueError: Megatron's context-parallel group does not hold max(BP, CP) ranks.
-        NotImplementedError: a mode other than single (1, 1) and CSBP (R, R).
+        ValueError: the degrees make no mode, or Megatron's context-parallel group is not one of
+            max(BP, CP) ranks, tensor-parallel peers apart.
     """
     global _state
-    mode = parallel_mode(block_parallel_size, context_parallel_size)
-    if mode not in ("single", "CSBP"):
-        raise NotImplementedError(refusal(mode, block_parallel_size, context_parallel_size))
+    bp, cp = block_parallel_size, context_parallel_size
+    parallel_mode(bp, cp)
     slot = mpu.get_context_parallel_group()
-    if slot.size() != block_parallel_size:
+    if slot.size() != max(bp, cp):
         raise ValueError(
             f"Megatron's context-parallel group holds {slot.size()} ranks, block parallelism needs "
-            f"max(BP, CP) = {block_parallel_size}: pass it as context_parallel_size to "
+            f"max(BP, CP) = {max(bp, cp)}: pass it as context_parallel_size to "
             f"initialize_model_parallel"
         )
-    _state = _BlockParallel(slot=slot, block_parallel=slot, clean_shard=slot)
+    _state = _BlockParallel(
+        slot=slot,
+        block_parallel=slot if bp == slot.size() else _carve(slot, bp, "BLOCK_PARALLEL"),
+        clean_shard=slot if cp == slot.size() else _carve(slot, cp, "CLEAN_SHARD"),
+    )
+
+
+def _carve(slot: dist.ProcessGroup, size: int, name: str) -> dist.ProcessGroup:
+    """This rank's group of `size` neighbours in its slot; made by all ranks, for all slots."""
+    tensor, slot_size = mpu.get_tensor_model_parallel_world_size(), slot.size()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    # As in Megatron's orders that begin with tp-cp: the leftmost size varies fastest.
+    sizes = [tensor, size, slot_size // size, world // (tensor * slot_size)]
+
+    def ranks_of(*axes: bool) -> list[list[int]]:
+        groups: list[list[int]] = mpu.generate_masked_orthogonal_rank_groups(
+            world, sizes, list(axes)
+        )
+        return groups
+
+    if dist.get_process_group_ranks(slot) not in ranks_of(False, True, True, False):
+        raise ValueError(
+            f"Megatron's context-parallel group holds ranks {dist.get_process_group_ranks(slot)}, "
+            f"which are not {tensor} (TP) apart: block parallelism needs an order of ranks that "
+            f"begins with tp-cp"
+        )
+    mine: dist.ProcessGroup | None = None
+    for ranks in ranks_of(False, True, False, False):
+        group = mpu.create_group(ranks, group_desc=name)  # Megatron destroys it with its own
+        if rank in ranks:
+            mine = group
+    assert mine is not None
+    return mine
 
 
 def parallel_mode(block_parallel_size: int, context_parallel_size: int) -> str:
@@ -66,15 +100,6 @@ def parallel_mode(block_parallel_size: int, context_parallel_size: int) -> str:
     )
 
 
-def refusal(mode: str, block_parallel_size: int, context_parallel_size: int) -> str:
-    """Why a mode does not run yet, and what does."""
-    return (
-        f"mode {mode} (--block-parallel-size {block_parallel_size} --context-parallel-size "
-        f"{context_parallel_size}) is not implemented yet; single (both 1) and CSBP (equal "
-        f"degrees; leave --context-parallel-size unset) are"
-    )
-
-
 def _get() -> _BlockParallel:
     slot = mpu.get_context_parallel_group(check_initialized=False)
     if _state is None or slot is not _state.slot:
@@ -89,7 +114,7 @@ def block_parallel_is_initialized() -> bool:
 
 
 def get_block_parallel_group() -> dist.ProcessGroup:
-    """The ranks that share the target blocks of this rank's sequence."""
+    """The ranks that share the target blocks of this rank's sequence: this one alone if BP is 1."""
     return _get().block_parallel
 
 
@@ -103,13 +128,19 @@ def get_block_parallel_rank() -> int:
     return int(get_block_parallel_group().rank())
 
 
+def get_slot_group() -> dist.ProcessGroup:
+    """The max(BP, CP) ranks that work on this rank's sequence."""
+    return _get().slot
+
+
 def get_clean_shard_group() -> dist.ProcessGroup:
     """The ranks that shard the clean rows of this rank's sequence among themselves."""
     return _get().clean_shard
 
 
 def attach(collection: ProcessGroupCollection) -> ProcessGroupCollection:
-    """The collection with `bp` and `clean_shard` set, as modules are handed it."""
+    """The collection with `slot`, `bp` and `clean_shard` set, as modules are handed it."""
+    collection.slot = get_slot_group()
     collection.bp = get_block_parallel_group()
     collection.clean_shard = get_clean_shard_group()
     return collection

@@ -4,95 +4,66 @@ Made on the host from integers alone; the same on every rank. No torch, no proce
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_bp.sequence.blocks import BlockGrid, block_grid
+from megatron_bp.sequence.blocks import block_grid
 from megatron_bp.sequence.packing import Sample
-from megatron_bp.sequence.partition import Chunk, clean_chunks, home_owners
+from megatron_bp.sequence.partition import Runs
+from megatron_bp.sequence.shares import Work, by_place, by_unit
+from megatron_bp.sequence.units import SequenceOptions, Unit, Units
 
-CleanRelation = Literal["block", "token"]
-OwnRelation = Literal["bidirectional", "causal"]
-
-
-@dataclass(frozen=True)
-class SequenceOptions:
-    """What a plan needs beyond the sample.
-
-    Attributes:
-        block_size: tokens a block.
-        block_parallel_size: ranks that share the units of one sequence (BP).
-        context_parallel_size: ranks that shard its clean rows (CP); equal to BP, or both 1.
-        clean_relation: a clean row sees up to the end of its block, or up to itself.
-        own_relation: a corrupted row sees its whole unit, or its unit up to itself.
-        row_cost: linear work of one row in visible pairs, for the cost of a rank.
-    """
-
-    block_size: int
-    block_parallel_size: int = 1
-    context_parallel_size: int = 1
-    clean_relation: CleanRelation = "block"
-    own_relation: OwnRelation = "bidirectional"
-    row_cost: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that no plan can be made for."""
-        if self.block_size < 1:
-            raise ValueError(f"the diffusion block size must be at least 1, got {self.block_size}")
-        if self.block_parallel_size != self.context_parallel_size:
-            raise NotImplementedError(
-                f"BP {self.block_parallel_size} with CP {self.context_parallel_size}: only equal "
-                f"degrees (single, CSBP) can be planned"
-            )
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Corrupted rows that one rank computes: clean positions [start, stop), in one copy."""
-
-    copy: int
-    document: int
-    start: int
-    stop: int
+__all__ = ["RankRows", "SequenceOptions", "SequencePlan", "Unit", "Units", "make_plan"]
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
-    """The units of a row in corrupted order, as int32[U] columns; `units[i]` is a `Unit`."""
+class RankRows:
+    """The rows of a sample that one rank computes, in the order in which they stand there.
 
-    copy: NDArray[np.int32]
-    document: NDArray[np.int32]
-    start: NDArray[np.int32]
-    stop: NDArray[np.int32]
+    Attributes:
+        clean: int32, positions; they come first.
+        filling: rows that only fill up; they come next.
+        corrupted: int64, places in the corrupted order; they come last.
+        num_sent: of these rows the first `num_sent` are sent to the other ranks of the clean shard
+            group: the clean ones, in mode CP all.
+    """
 
-    def __len__(self) -> int:
-        return len(self.start)
-
-    def __getitem__(self, i: int) -> Unit:
-        columns = (self.copy, self.document, self.start, self.stop)
-        return Unit(*(int(column[i]) for column in columns))
+    clean: NDArray[np.int32]
+    filling: int
+    corrupted: NDArray[np.int64]
+    num_sent: int
 
     @property
-    def offset(self) -> NDArray[np.int64]:
-        """int64[U + 1]: corrupted rows before each unit; the last entry is X, all of them."""
-        return np.append(0, np.cumsum(self.stop - self.start, dtype=np.int64))
+    def num_clean(self) -> int:
+        """Rows before the corrupted ones."""
+        return len(self.clean) + self.filling
+
+    @property
+    def num_rows(self) -> int:
+        """All rows."""
+        return self.num_clean + len(self.corrupted)
 
 
 @dataclass(frozen=True, eq=False)
 class SequencePlan:
     """Everything about a packed row that does not depend on noise (T, N, U, R ranks as named).
 
+    A clean position is *needed* if a unit sees it, or if clean rows are scored and it can be: in
+    each document those before its last target block (`score_clean`: up to that block's end). Others
+    are computed by no rank in any mode.
+
     Attributes:
         block_of: int32[T], block of each position; -1 for padding.
         block_start, block_stop: int32[N].
         block_document_start: int32[N], first position of the block's document.
         block_index: int32[N], number of the block inside its document.
-        units: the target units in corrupted order.
+        units: the target units in corrupted order, which is that of their positions.
         unit_block: int32[U], the (first) block of each unit.
-        unit_owner: int32[U], slot rank that computes the unit.
-        chunks: clean chunks in order of position, with the CP rank that computes each.
+        unit_owner: int32[U], slot rank that computes the unit; -1 in mode CP, which splits units.
+        clean_runs: clean positions that each slot rank computes; a position may have several.
+        corrupted_runs: corrupted rows that each slot rank computes, by place in corrupted order.
+        scorer: int32[T], the lowest slot rank that computes the clean position; -1 for none.
         cost: int64[R], work of each slot rank in visible pairs.
         options: what it was made with.
     """
@@ -105,18 +76,38 @@ class SequencePlan:
     units: Units
     unit_block: NDArray[np.int32]
     unit_owner: NDArray[np.int32]
-    chunks: tuple[Chunk, ...]
+    clean_runs: Runs
+    corrupted_runs: Runs
+    scorer: NDArray[np.int32]
     cost: NDArray[np.int64]
     options: SequenceOptions
 
     def clean_positions(self, rank: int) -> NDArray[np.int32]:
-        """int32: the clean positions that CP rank `rank` computes, in order."""
-        parts = [np.arange(c.start, c.stop, dtype=np.int32) for c in self.chunks if c.rank == rank]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+        """int32: the clean positions that slot rank `rank` computes, ascending."""
+        return self.clean_runs.rows(rank).astype(np.int32)
 
-    def owned_units(self, rank: int) -> NDArray[np.int64]:
-        """int64: the units that slot rank `rank` computes, in corrupted order."""
-        return np.flatnonzero(self.unit_owner == rank)
+    def corrupted_places(self, rank: int) -> NDArray[np.int64]:
+        """int64: the corrupted rows that slot rank `rank` computes, by place, ascending."""
+        return self.corrupted_runs.rows(rank)
+
+    def rows_of(self, rank: int, multiple: int = 1) -> RankRows:
+        """The rows of slot rank `rank`, filled up to a multiple of `multiple`, at least one row."""
+        clean, corrupted = self.clean_positions(rank), self.corrupted_places(rank)
+        rows = len(clean) + len(corrupted)
+        filling = -rows % multiple if rows else multiple
+        sent = rows + filling if self.options.splits_units else len(clean)
+        return RankRows(clean, filling, corrupted, sent)
+
+    def shard_group(self, rank: int) -> range:
+        """The slot ranks that share clean rows with `rank`."""
+        size = self.options.context_parallel_size
+        first = rank // size * size
+        return range(first, first + size)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the sample, each counted once: needed clean positions and corrupted rows."""
+        return int(np.count_nonzero(self.scorer >= 0)) + int(self.units.offset[-1])
 
 
 def make_plan(sample: Sample, options: SequenceOptions) -> SequencePlan:
@@ -133,8 +124,16 @@ def make_plan(sample: Sample, options: SequenceOptions) -> SequencePlan:
         start=grid.start[target],
         stop=grid.stop[target],
     )
-    chunks = clean_chunks(grid, options.context_parallel_size)
-    owner = home_owners(units.start, chunks)
+    work = Work.of(grid, units, target, options)
+    owner, clean, corrupted = (by_place if options.splits_units else by_unit)(work, options)
+    scorer = np.full(len(grid.block_of), -1, dtype=np.int32)
+    for start, stop, rank in zip(
+        clean.start[::-1], clean.stop[::-1], clean.rank[::-1], strict=True
+    ):
+        scorer[start:stop] = rank  # runs come by rank, so the lowest is written last
+    cost = np.zeros(options.slot, dtype=np.int64)
+    for runs, total in ((clean, work.clean_cost), (corrupted, work.corrupted_cost)):
+        np.add.at(cost, runs.rank, total[runs.stop] - total[runs.start])
     return SequencePlan(
         block_of=grid.block_of,
         block_start=grid.start,
@@ -144,31 +143,9 @@ def make_plan(sample: Sample, options: SequenceOptions) -> SequencePlan:
         units=units,
         unit_block=target,
         unit_owner=owner,
-        chunks=chunks,
-        cost=_cost(grid, chunks, target, owner, options),
+        clean_runs=clean,
+        corrupted_runs=corrupted,
+        scorer=scorer,
+        cost=cost,
         options=options,
     )
-
-
-def _cost(
-    grid: BlockGrid,
-    chunks: tuple[Chunk, ...],
-    target: NDArray[np.int32],
-    owner: NDArray[np.int32],
-    options: SequenceOptions,
-) -> NDArray[np.int64]:
-    """int64[R]: visible pairs without any window, plus `row_cost` a row, of each slot rank."""
-    size = (grid.stop - grid.start).astype(np.int64)
-    before = (grid.start - grid.document_start).astype(np.int64)
-    triangle = size * (size + 1) // 2
-    clean = size * before + (size**2 if options.clean_relation == "block" else triangle)
-    own = size * before + (size**2 if options.own_relation == "bidirectional" else triangle)
-    clean += size * options.row_cost
-    own += size * options.row_cost
-    cost = np.zeros(options.block_parallel_size, dtype=np.int64)
-    chunk_of = np.searchsorted([c.start for c in chunks], grid.start, side="right") - 1
-    ranks = np.array([c.rank for c in chunks], dtype=np.int64)
-    if len(size):
-        np.add.at(cost, ranks[chunk_of], clean)
-    np.add.at(cost, owner, own[target])
-    return cost

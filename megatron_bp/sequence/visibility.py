@@ -46,14 +46,6 @@ class Visibility:
         return int(clean + own)
 
 
-def corrupted_rows(plan: SequencePlan, units: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64[x]: places in the corrupted order of all rows of the given units, unit after unit."""
-    offset = plan.units.offset
-    if len(units) == 0:
-        return np.zeros(0, dtype=np.int64)
-    return np.concatenate([np.arange(offset[u], offset[u + 1]) for u in units])
-
-
 def corrupted_positions(plan: SequencePlan) -> NDArray[np.int32]:
     """int32[X]: the clean position of each row in the corrupted order."""
     sizes = plan.units.stop - plan.units.start

@@ -59,9 +59,11 @@ def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: 
     values = {key: value for key, value in given.items() if key not in DROPPED}
     if values.get("eval_iters") == 0 and options.samples is None:
         raise ValueError("the run never evaluated (eval_iters 0): say how many rows with --samples")
-    if ranks % int(values.get("block_parallel_size", 1)):
+    degrees = [int(values.get(f"{name}_parallel_size") or 1) for name in ("block", "context")]
+    if ranks % max(degrees):
         values["block_parallel_size"] = ranks
-        values.pop("context_parallel_size", None)
+        for name in ("context_parallel_size", "cp_comm_type"):
+            values.pop(name, None)
     flags = to_flags(values, full_parser(), str(options.checkpoint))
     folder, step = options.checkpoint, None
     if folder.name.startswith("iter_"):

@@ -16,12 +16,12 @@ from megatron_bp.attention.core_attention import layer_windows
 from megatron_bp.attention.exchange import CleanExchange
 from megatron_bp.attention.kernels import tiled
 from megatron_bp.attention.layout import Layout
-from megatron_bp.attention.parts import make_view, shard_sizes
+from megatron_bp.attention.parts import make_view
 from megatron_bp.batch.shard import LocalBatch, local_batch
 from megatron_bp.diffusion.loss import LossSum, report
 from megatron_bp.diffusion.objective import Objective
 from megatron_bp.model.output import LossHead, scored_rows
-from megatron_bp.sequence.plan import SequenceOptions, SequencePlan
+from megatron_bp.sequence.plan import SequenceOptions
 from megatron_bp.training.metrics import Metrics, measure
 from megatron_bp.training.nonfinite import NonFinite
 from megatron_bp.training.reader import MicroBatch, StepReader
@@ -51,18 +51,16 @@ class StepSettings:
         object.__setattr__(self, "reader", StepReader(self.sequence, self.objective))
 
 
-def make_layout(
-    plan: SequencePlan, batch: LocalBatch, group: torch.distributed.ProcessGroup, device: Any
-) -> Layout:
+def make_layout(batch: LocalBatch, group: torch.distributed.ProcessGroup, device: Any) -> Layout:
     """The Layout of a micro-batch on this rank of the clean shard group."""
     rank = int(group.rank())
     return Layout(
         positions=batch.position_ids.to(device, non_blocking=True),
         views={
-            window: make_view(visible, plan.chunks, rank, tiled.TILE_ROWS, device)
+            window: make_view(visible, batch.shards, rank, tiled.TILE_ROWS, device)
             for window, visible in batch.visibility.items()
         },
-        exchange=CleanExchange(group, shard_sizes(plan.chunks, group.size())),
+        exchange=CleanExchange(group, tuple(shard.num_sent for shard in batch.shards)),
     )
 
 
@@ -88,10 +86,10 @@ def run_model(micro: MicroBatch, vocabulary: int, model: torch.nn.Module) -> For
     """The model on this rank's rows of a micro-batch."""
     groups = get_attr_wrapped_model(model, "pg_collection")
     device = next(model.parameters()).device
-    rank = int(groups.bp.rank())
+    rank = int(groups.slot.rank())
     windows = layer_windows(get_model_config(model))
     batch = local_batch(micro.sample, micro.plan, micro.corruption, rank, windows)
-    layout = make_layout(micro.plan, batch, groups.clean_shard, device)
+    layout = make_layout(batch, groups.clean_shard, device)
     head = LossHead(scored_rows(batch.terms, micro.scales.scales).to(device), vocabulary)
     output = model(
         batch.input_ids.to(device)[None],

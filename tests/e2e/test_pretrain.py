@@ -147,7 +147,9 @@ def test_a_run_writes_a_row_for_each_step_and_learns(csbp: list[dict[str, Any]])
     train = [r for r in csbp if r["kind"] == "train"]
     assert [r["iteration"] for r in train] == [1, 2, 3, 4, 5, 6]
     assert all(r["diffusion_count"] == r["clean_tokens"] == 4 * LENGTH for r in train)
-    assert all(r["rows"] == 2 * r["clean_tokens"] and r["bytes_sent"] > 0 for r in train)
+    # twice the tokens, less the clean rows of each document's last block
+    assert all(1.5 * r["clean_tokens"] < r["rows"] < 2 * r["clean_tokens"] for r in train)
+    assert all(r["bytes_sent"] > 0 for r in train)
     assert [r["iteration"] for r in csbp if r["kind"] == "validation"] == [3, 6, 6]
     assert losses(csbp)[6] < losses(csbp)[1] - 0.1
 
@@ -164,13 +166,16 @@ def test_the_same_run_twice_is_the_same_to_the_bit(runs: Runs, csbp: list[dict[s
         (1, ["--block-parallel-size", "1"]),
         (2, ["--block-parallel-size", "1"]),  # data parallel: 2 x 2 instead of 1 x 4
         (4, ["--block-parallel-size", "4"]),
+        (2, ["--block-parallel-size", "2", "--context-parallel-size", "1"]),
+        (4, ["--block-parallel-size", "4", "--context-parallel-size", "2"]),
+        (2, ["--context-parallel-size", "2", "--cp-comm-type", "all_gather"]),
     ],
 )
 def test_the_loss_does_not_depend_on_the_layout(
     runs: Runs, csbp: list[dict[str, Any]], ranks: int, flags: list[str]
 ) -> None:
     """Case 7: the same noise whatever slot and accumulation; then the same loss at every step."""
-    other = runs.run(f"layout-{ranks}-{flags[1]}", ranks, *flags)
+    other = runs.run(f"layout-{ranks}{''.join(flags)}", ranks, *flags)
     assert losses(other) == pytest.approx(losses(csbp), rel=1e-5)
     assert losses(other, "validation") == pytest.approx(losses(csbp, "validation"), rel=1e-5)
     masked = [[r["scored"] for r in run if r["kind"] == "train"] for run in (other, csbp)]
@@ -332,7 +337,7 @@ def hidden_rows(
         ids[: batch.num_clean][hit] = (ids[: batch.num_clean][hit] + 1) % 256
         batch = dataclasses.replace(batch, input_ids=ids)
     group = parallel_state.get_context_parallel_group()
-    layout = make_layout(plan, batch, group, torch.device("cpu"))
+    layout = make_layout(batch, group, torch.device("cpu"))
     with torch.no_grad():
         hidden = model(
             ids[None],

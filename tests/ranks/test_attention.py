@@ -1,36 +1,40 @@
-"""Attention over 1, 2 and 4 ranks against the dense oracle, outputs and every gradient, float64."""
+"""Attention in every mode against the dense oracle, outputs and every gradient, float64."""
+
+import dataclasses
 
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
 from cases import CASES, Case, sample_of
 from ranks import run_ranks
+from traffic import clean_shard
 
 from megatron_bp.attention.exchange import CleanExchange
 from megatron_bp.attention.function import attend
 from megatron_bp.attention.kernels import tiled
-from megatron_bp.attention.parts import make_view, shard_sizes
+from megatron_bp.attention.parts import View, make_view
 from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
-from megatron_bp.sequence.visibility import corrupted_rows, visibility
+from megatron_bp.sequence.visibility import visibility
 
 SCALE = 0.37
+Degrees = tuple[int, int]  # BP, CP
+MODES: list[Degrees] = [(1, 1), (2, 2), (4, 4), (2, 1), (4, 1), (4, 2), (1, 2), (1, 4)]
 
 
-def plan_of(case: Case, ranks: int) -> SequencePlan:
+def plan_of(case: Case, degrees: Degrees = (1, 1), scored: bool = False) -> SequencePlan:
     options = SequenceOptions(
         case.block_size,
-        ranks,
-        ranks,
+        *degrees,
         clean_relation=case.clean_relation,
         own_relation=case.own_relation,
+        score_clean=scored or case.clean_relation == "token",
     )
     return make_plan(sample_of(case), options)
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     """q, k, v and the upstream gradient of all T + X rows."""
-    plan = plan_of(case, 1)
+    plan = plan_of(case)
     rows = len(plan.block_of) + int(plan.units.offset[-1])
     generator = torch.Generator().manual_seed(7)
     shapes = {"q": case.heads, "k": case.groups, "v": case.groups, "dout": case.heads}
@@ -42,47 +46,80 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, torch.Te
     }
 
 
-def local_rows(case: Case, plan: SequencePlan, rank: int) -> torch.Tensor:
-    """Which of the T + X rows the rank computes, in its order (-1 for a row that fills up)."""
-    clean = plan.clean_positions(rank)
-    corrupted = corrupted_rows(plan, plan.owned_units(rank))
-    filling = [-1] if len(clean) + len(corrupted) == 0 else []
-    return torch.tensor([*clean, *filling, *(len(plan.block_of) + corrupted)], dtype=torch.long)
+def local(
+    case: Case,
+    degrees: Degrees,
+    rank: int,
+    multiple: int,
+    tile_rows: int,
+    scored: bool = False,
+    forget_filling: bool = False,
+) -> tuple[torch.Tensor, View, CleanExchange, torch.Tensor]:
+    """Which of the T + X rows the rank computes, in its order (-1 for a row that fills up).
+
+    And its view, its exchange, and whether it is the one that gives the row's upstream gradient.
+    """
+    plan = plan_of(case, degrees, scored)
+    shards = tuple(plan.rows_of(peer, multiple) for peer in plan.shard_group(rank))
+    mine = shards[rank % degrees[1]]
+    visible = visibility(plan, mine.clean, mine.corrupted, case.window, mine.filling)
+    group = clean_shard(degrees, rank)
+    seen = shards
+    if forget_filling:
+        seen = tuple(s if s is mine else dataclasses.replace(s, filling=0) for s in shards)
+    view = make_view(visible, seen, int(group.rank()), tile_rows, torch.device("cpu"))
+    exchange = CleanExchange(group, tuple(shard.num_sent for shard in shards))
+    filling = [-1] * mine.filling
+    rows = [*mine.clean, *filling, *(len(plan.block_of) + mine.corrupted)]
+    scores = [
+        *(plan.scorer[mine.clean] == rank),
+        *map(bool, filling),
+        *([True] * len(mine.corrupted)),
+    ]
+    return torch.tensor(rows, dtype=torch.long), view, exchange, torch.tensor(scores)
 
 
 def on_rank(
-    rank: int, world: int, case: Case, dtype: torch.dtype, tile_rows: int, tile_keys: int
+    rank: int,
+    world: int,
+    case: Case,
+    degrees: Degrees,
+    dtype: torch.dtype,
+    multiple: int,
+    tile_rows: int,
+    tile_keys: int,
+    forget_filling: bool = False,
 ) -> dict[str, torch.Tensor]:
-    plan = plan_of(case, world)
-    rows = local_rows(case, plan, rank)
-    filling = int((rows < 0).sum())
-    clean, corrupted = plan.clean_positions(rank), corrupted_rows(plan, plan.owned_units(rank))
-    visible = visibility(plan, clean, corrupted, case.window, filling)
     tiled.TILE_KEYS = tile_keys
-    view = make_view(visible, plan.chunks, rank, tile_rows, torch.device("cpu"))
-    exchange = CleanExchange(dist.group.WORLD, shard_sizes(plan.chunks, world))
+    rows, view, exchange, scores = local(
+        case, degrees, rank, multiple, tile_rows, forget_filling=forget_filling
+    )
     whole = inputs(case, dtype)
     q, k, v = (whole[n][rows].clone().requires_grad_() for n in "qkv")
     out = attend(q, k, v, view, exchange, tiled, SCALE)
-    out.backward(whole["dout"][rows])
+    dout = whole["dout"][rows]
+    dout[(rows >= 0) & ~scores] = 0  # another rank's replica hands it on
+    out.backward(dout)
     return {"rows": rows, "out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
 def whole_of(results: list[dict[str, torch.Tensor]], rows: int) -> dict[str, torch.Tensor]:
-    """The ranks' results in the order of the T + X rows; every row must be computed once."""
+    """The ranks' results in the order of the T + X rows; gradients of replicas are added up."""
     index = torch.cat([r["rows"] for r in results])
     real = index >= 0
-    joined = {n: torch.cat([r[n] for r in results]) for n in ("out", "dq", "dk", "dv")}
-    for value in joined.values():
-        assert (value[~real] == 0).all(), "a row that fills up must give 0 and get no gradient"
-    order = index[real].argsort()
-    padding = rows - len(order)
-    assert len(index[real].unique()) == len(order)
     out = {}
-    for name, value in joined.items():
-        out[name] = value.new_zeros((rows, *value.shape[1:]))
-        out[name][index[real][order]] = value[real][order]
-    out["missing"] = torch.tensor(padding)
+    for name in ("out", "dq", "dk", "dv"):
+        joined = torch.cat([r[name] for r in results])
+        assert (joined[~real] == 0).all(), "a row that fills up must give 0 and get no gradient"
+        out[name] = joined.new_zeros((rows, *joined.shape[1:]))
+        if name == "out":
+            out[name][index[real]] = joined[real]
+            error = (out[name][index[real]] - joined[real]).abs()
+            assert error.numel() == 0 or error.max() < 1e-9, "replicas differ"
+        else:
+            out[name].index_add_(0, index[real], joined[real])
+    out["computed"] = torch.zeros(rows, dtype=torch.bool)
+    out["computed"][index[real]] = True
     return out
 
 
@@ -102,25 +139,43 @@ def dense(case: Case) -> dict[str, torch.Tensor]:
     whole = inputs(case)
     q, k, v = (whole[n].clone().requires_grad_() for n in "qkv")
     out = oracle.attention(q, k, v, mask, SCALE)
-    seen = whole["dout"].clone()
-    seen[: len(sample.document)][torch.from_numpy(sample.document < 0)] = 0
+    seen, computed = whole["dout"].clone(), torch.ones(len(out), dtype=torch.bool)
+    computed[: len(sample.document)] = torch.from_numpy(plan_of(case).scorer >= 0)
+    seen[~computed] = 0
     (out * seen).sum().backward()
-    return {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    out = out.detach() * computed[:, None, None]
+    return {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad, "computed": computed}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("degrees", MODES, ids=[f"bp{bp} cp{cp}" for bp, cp in MODES])
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_one_dense_softmax(name: str, world: int) -> None:
+def test_attention_is_one_dense_softmax(name: str, degrees: Degrees) -> None:
     case = CASES[name]
     want = dense(case)
-    for tile_rows, tile_keys in ((5, 3), (256, 1024)):
-        results = run_ranks(world, on_rank, case, torch.float64, tile_rows, tile_keys)
-        got = whole_of(results, len(want["out"]))
-        assert got["missing"] == case.padding
-        for tensor in want:
-            error = (got[tensor] - want[tensor]).abs().max().item() if got[tensor].numel() else 0
+    for multiple, tile_rows, tile_keys in ((1, 5, 3), (4, 256, 1024)):
+        more = (torch.float64, multiple, tile_rows, tile_keys)
+        got = whole_of(run_ranks(max(degrees), on_rank, case, degrees, *more), len(want["out"]))
+        assert torch.equal(got.pop("computed"), want["computed"])
+        for tensor, value in got.items():
+            error = (value - want[tensor]).abs().max().item() if value.numel() else 0
             assert error < 1e-9, f"{tensor}: {error} with tiles of {tile_rows} x {tile_keys}"
+
+
+@pytest.mark.ranks
+def test_rows_that_fill_up_on_other_ranks_count_in_where_their_keys_stand() -> None:
+    """A planted fault: without them corrupted keys of other ranks are looked for too early.
+
+    22 rows a rank are filled up to 24, and the unit [8, 12) is cut at 11.
+    """
+    case = CASES["one document"]
+    want = dense(case)
+    more = (torch.float64, 8, 5, 3)
+    got = whole_of(run_ranks(2, on_rank, case, (1, 2), *more), len(want["out"]))
+    for name in ("out", "dq", "dk", "dv"):
+        assert (got[name] - want[name]).abs().max() < 1e-9, name
+    with pytest.raises(AssertionError, match="fills up must give 0 and get no gradient"):
+        whole_of(run_ranks(2, on_rank, case, (1, 2), *more, True), len(want["out"]))
 
 
 @pytest.mark.ranks
@@ -133,8 +188,7 @@ def test_low_precision_stays_near_a_plain_softmax_of_the_same_type(dtype: torch.
     mask = oracle.visible(sample.document.tolist(), case.block_size)
     whole = inputs(case, dtype)
     q, k, v = (whole[n].clone().requires_grad_() for n in "qkv")
-    real = torch.from_numpy(sample.document >= 0)
-    real = torch.cat([real, torch.ones(len(q) - len(real), dtype=torch.bool)])
+    real = want.pop("computed")
     plain = torch.nn.functional.scaled_dot_product_attention(
         *(t[real].transpose(0, 1)[None] for t in (q, k, v)),
         attn_mask=mask[real][:, real],
@@ -145,29 +199,27 @@ def test_low_precision_stays_near_a_plain_softmax_of_the_same_type(dtype: torch.
     plain_out = torch.zeros_like(whole["q"])
     plain_out[real] = plain[0].transpose(0, 1).detach()
     reference = {"out": plain_out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    got = whole_of(run_ranks(2, on_rank, case, dtype, 5, 3), len(want["out"]))
+    got = whole_of(run_ranks(2, on_rank, case, (2, 2), dtype, 1, 5, 3), len(want["out"]))
     for name, exact in want.items():
         error = (got[name].double() - exact).abs().max()
         budget = 2 * (reference[name].double() - exact).abs().max() + torch.finfo(dtype).eps
         assert error <= budget, f"{name}: {error} against {budget}"
 
 
-def on_rank_uniform(rank: int, world: int, length: int) -> dict[str, torch.Tensor]:
+def on_rank_uniform(
+    rank: int, world: int, length: int, degrees: Degrees
+) -> dict[str, torch.Tensor]:
     """dV of case 6: constant K, upstream ones, blocks of 2."""
     case = Case((length,), 2, heads=1, groups=1, head_dim=1)
-    plan = plan_of(case, world)
-    rows = local_rows(case, plan, rank)
-    clean, corrupted = plan.clean_positions(rank), corrupted_rows(plan, plan.owned_units(rank))
-    visible = visibility(plan, clean, corrupted, None, int((rows < 0).sum()))
-    view = make_view(visible, plan.chunks, rank, 256, torch.device("cpu"))
-    exchange = CleanExchange(dist.group.WORLD, shard_sizes(plan.chunks, world))
+    rows, view, exchange, scores = local(case, degrees, rank, 1, 256, scored=True)
     q, k, v = (torch.ones(len(rows), 1, 1, dtype=torch.float64, requires_grad=True) for _ in "qkv")
-    attend(q, k, v, view, exchange, tiled, SCALE).sum().backward()
+    out = attend(q, k, v, view, exchange, tiled, SCALE)
+    out[scores].sum().backward()
     return {"rows": rows, "dv": v.grad.flatten()}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("degrees", MODES, ids=[f"bp{bp} cp{cp}" for bp, cp in MODES])
 @pytest.mark.parametrize(
     ("length", "corrupted", "clean"),
     [
@@ -184,13 +236,13 @@ def on_rank_uniform(rank: int, world: int, length: int) -> dict[str, torch.Tenso
     ],
 )
 def test_value_gradients_known_by_hand(
-    world: int, length: int, corrupted: list[float], clean: list[float]
+    degrees: Degrees, length: int, corrupted: list[float], clean: list[float]
 ) -> None:
     """Case 6 of the known answers: every row hands 1 / (what it sees) to each key it sees."""
-    results = run_ranks(world, on_rank_uniform, length)
+    results = run_ranks(max(degrees), on_rank_uniform, length, degrees)
     got = torch.cat([r["dv"] for r in results])
     rows = torch.cat([r["rows"] for r in results])
-    got, rows = got[rows >= 0], rows[rows >= 0]
+    got = got.new_zeros(2 * length).index_add_(0, rows[rows >= 0], got[rows >= 0])
     want = torch.tensor(clean + corrupted, dtype=torch.float64)
-    torch.testing.assert_close(got[rows.argsort()], want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     assert got.sum().item() == pytest.approx(2 * length)

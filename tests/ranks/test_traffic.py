@@ -1,46 +1,64 @@
-"""What a step sends, in bytes worked out by hand; and that it never holds a corrupted K or V."""
+"""What a step sends, in bytes worked out by hand; and where it never holds a corrupted K or V."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import Case, sample_of
 from ranks import run_ranks
-from traffic import Sent, recording
+from traffic import Sent, clean_shard, recording
 from whole import LLAMA, Shape, step_on_rank
 
 from megatron_bp.attention.exchange import CleanExchange
 from megatron_bp.attention.function import attend
 from megatron_bp.attention.kernels import tiled
-from megatron_bp.attention.parts import make_view, shard_sizes
+from megatron_bp.attention.parts import make_view
 from megatron_bp.sequence.plan import SequenceOptions, make_plan
-from megatron_bp.sequence.visibility import Visibility, corrupted_rows, visibility
+from megatron_bp.sequence.visibility import Visibility, visibility
 
 # LLAMA has 2 layers and 2 key heads of 8, in float32: a clean row's K|V are 2 x 2 x 8 x 4 = 128 B.
 # A step passes 3 times: K/V gathered, gathered again for the backward, dK/dV back to their owners.
 #
-# 24 tokens, block 4, 2 ranks: chunks [0,8) [8,12) [12,20) [20,24), 12 rows each rank.
-#     12 rows x 128 B x 1 other rank x 3 passes x 2 layers = 9,216 B from each rank.
-# Documents of 5 and 6, block 4, 2 ranks: blocks end at 4, 5, 9, 11. Chunks are cut next to 2.75,
-#     5.5 and 8.25: [0,4) [4,5) [5,9) [9,11): rank 0 holds 6 rows, rank 1 holds 5, padded to 6.
-#     6 x 128 x 1 x 3 x 2 = 4,608 B.
-# 64 tokens, block 2, 4 ranks: 8 chunks of 8, 16 rows a rank.
-#     16 x 128 x 3 other ranks x 3 x 2 = 36,864 B.
-SHAPES = [
-    (2, Case((24,), 4), 9_216),
-    (2, Case((5, 6), 4), 4_608),
-    (4, Case((64,), 2), 36_864),
+# With one other rank in the clean shard group that is 128 x 3 x 2 = 768 B a row, of the rank that
+# sends most.
+#
+# CSBP, 24 tokens, block 4, 2 ranks: 6 blocks of 8 rows, the last of 4, since nobody needs its clean
+#     rows. Cut next to 11, 22 and 33: after blocks 0, 2 and 3. Rank 0 holds 8 clean rows (blocks 0
+#     and 4), rank 1 holds 12 (1 to 3): 12 x 768 = 9,216 B from each rank.
+# CSBP, documents of 5 and 6, block 4, 2 ranks: blocks of 8, 1, 8 and 2 rows, one in each part; each
+#     rank has 4 clean rows: 4 x 768 = 3,072 B.
+# CSBP, 64 tokens, block 2, 4 ranks: 8 parts of 4 blocks, at most 16 clean rows a rank, 3 others:
+#     16 x 768 x 3 = 36,864 B.
+# BP: nothing.
+# Hybrid, 24 tokens, block 4, 4 ranks in 2 groups: unit i costs 16 (i + 1), its prefix 8 i (i + 1).
+#     Units 0 to 4 cost 240 + 160, unit 5 costs 96 + 240: no other cut is better than 400. Group 0
+#     has blocks of 8, 8, 8, 8 and 4 rows, cut next to 9, 18 and 27: clean 8 and 8. Group 1 has six
+#     of 4 rows, cut at 8, 12 and 20: clean 8 and 12. 8 x 768 = 6,144 and 12 x 768 = 9,216 B.
+# CP, 24 tokens, 2 ranks: 24 + 20 rows, 22 a rank, all sent: 22 x 768 = 16,896 B.
+# CP, 64 tokens, block 2, 4 ranks: 64 + 62 rows, at most 32 a rank: 32 x 768 x 3 = 73,728 B.
+SHAPES: list[tuple[tuple[int, int], Case, list[int]]] = [
+    ((2, 2), Case((24,), 4), [9_216] * 2),
+    ((2, 2), Case((5, 6), 4), [3_072] * 2),
+    ((4, 4), Case((64,), 2), [36_864] * 4),
+    ((2, 1), Case((24,), 4), [0] * 2),
+    ((4, 1), Case((5, 6), 4), [0] * 4),
+    ((4, 2), Case((24,), 4), [6_144] * 2 + [9_216] * 2),
+    ((1, 2), Case((24,), 4), [16_896] * 2),
+    ((1, 4), Case((64,), 2), [73_728] * 4),
 ]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world", "case", "want"), SHAPES)
-def test_a_step_sends_what_the_design_says(world: int, case: Case, want: int) -> None:
+@pytest.mark.parametrize(("degrees", "case", "wanted"), SHAPES)
+def test_a_step_sends_what_the_design_says(
+    degrees: tuple[int, int], case: Case, wanted: list[int]
+) -> None:
     shape = Shape(LLAMA, (case,))
-    for result in run_ranks(world, step_on_rank, shape, world):
+    world = max(degrees)
+    for result, want in zip(run_ranks(world, step_on_rank, shape, degrees), wanted, strict=True):
         sent: list[Sent] = result["sent"]
         exchange = [s for s in sent if s.name in ("all_gather_into_tensor", "all_to_all_single")]
         assert sum(s.bytes for s in exchange) == want
-        assert len(exchange) == 3 * LLAMA.layers
+        assert {s.ranks for s in exchange} <= {degrees[1]}, "outside of the clean shard group"
+        assert len(exchange) == (3 * LLAMA.layers if want else 0)
         parameters = sum(p.numel() for p in result["weights"].values()) * 4
         rest = [s for s in sent if s not in exchange]
         assert {s.name for s in rest} == {"all_reduce"}, "only Megatron's own reductions"
@@ -55,22 +73,24 @@ def test_one_rank_sends_nothing() -> None:
     assert result["sent"] == []
 
 
-def poisoned(rank: int, world: int, blind: bool) -> list[Sent]:
+def poisoned(rank: int, world: int, degrees: tuple[int, int], blind: bool) -> list[Sent]:
     """What attention sends when every corrupted K and V is NaN.
 
     A corrupted row that sees a NaN key hands NaN to the gradients of all its keys, as it should.
     With `blind` the corrupted rows see clean keys only: then nothing sent may be NaN at all.
     """
     case = Case((13, 9), 4)
-    plan = make_plan(sample_of(case), SequenceOptions(4, world, world))
-    clean, corrupted = plan.clean_positions(rank), corrupted_rows(plan, plan.owned_units(rank))
-    seen = visibility(plan, clean, corrupted)
+    plan = make_plan(sample_of(case), SequenceOptions(4, *degrees))
+    shards = tuple(plan.rows_of(peer) for peer in plan.shard_group(rank))
+    mine = shards[rank % degrees[1]]
+    seen = visibility(plan, mine.clean, mine.corrupted, None, mine.filling)
     if blind:
         seen = Visibility(
             seen.clean_lo, seen.clean_hi, seen.own_lo, seen.own_lo, seen.index, seen.num_clean
         )
-    view = make_view(seen, plan.chunks, rank, 5, torch.device("cpu"))
-    exchange = CleanExchange(dist.group.WORLD, shard_sizes(plan.chunks, world))
+    group = clean_shard(degrees, rank)
+    view = make_view(seen, shards, int(group.rank()), 5, torch.device("cpu"))
+    exchange = CleanExchange(group, tuple(shard.num_sent for shard in shards))
     torch.manual_seed(rank)
     q, k, v = (torch.randn(len(seen.index), heads, 8) for heads in (4, 2, 2))
     k[seen.num_clean :] = torch.nan
@@ -85,10 +105,17 @@ def poisoned(rank: int, world: int, blind: bool) -> list[Sent]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [2, 4])
-def test_corrupted_keys_and_values_stay_home(world: int) -> None:
-    for sent in run_ranks(world, poisoned, True):
+@pytest.mark.parametrize("degrees", [(2, 2), (4, 4), (4, 2)])
+def test_corrupted_keys_and_values_stay_home(degrees: tuple[int, int]) -> None:
+    for sent in run_ranks(max(degrees), poisoned, degrees, True):
         assert [s.nan for s in sent] == [False, False, False]
-    for sent in run_ranks(world, poisoned, False):
+    for sent in run_ranks(max(degrees), poisoned, degrees, False):
         gathers = [s for s in sent if s.name == "all_gather_into_tensor"]
         assert [s.nan for s in gathers] == [False, False]
+
+
+@pytest.mark.ranks
+def test_in_mode_cp_they_do_not() -> None:
+    for sent in run_ranks(2, poisoned, (1, 2), True):
+        gathers = [s for s in sent if s.name == "all_gather_into_tensor"]
+        assert [s.nan for s in gathers] == [True, True]

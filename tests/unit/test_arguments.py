@@ -189,7 +189,7 @@ def resolve_on_rank(
     except (arguments.RefusedError, arguments.ConfigError) as error:
         return str(error)
     args = vars(full_parser().parse_args(flags))
-    plain = (int, float, str, bool, type(None))
+    plain = (int, float, str, bool, list, type(None))
     return {k: v for k, v in args.items() if isinstance(v, plain)}, length, clean_shard_size
 
 
@@ -226,6 +226,10 @@ def base(data: str, *flags: str) -> list[str]:
         ("--block-parallel-size 4 --context-parallel-size 4", 4, 4),
         ("--block-parallel-size=2 --context-parallel-size=2", 2, 2),
         ("--context-parallel-size 1", 1, 1),
+        ("--block-parallel-size 2 --context-parallel-size 1", 2, 1),
+        ("--block-parallel-size 6 --context-parallel-size 3", 6, 3),
+        ("--context-parallel-size 2", 2, 2),
+        ("--context-parallel-size 3 --cp-comm-type all_gather", 3, 3),
     ],
 )
 def test_megatrons_context_parallel_size_is_the_slot(
@@ -233,7 +237,9 @@ def test_megatrons_context_parallel_size_is_the_slot(
 ) -> None:
     args, _, got = outcome(base(data, *flags.split()))
     assert (args["context_parallel_size"], got) == (slot, clean_shard_size)
-    assert args["block_parallel_size"] == slot
+    assert args["block_parallel_size"] == (slot if "--block" in flags else 1)
+    assert args["cp_comm_type"] == ["p2p"]  # Megatron's default, whatever ours is
+    assert args["bdlm_cp_comm_type"] == "all_gather"
 
 
 @pytest.mark.ranks
@@ -370,10 +376,6 @@ def step_of_evaluation(rank: int, world: int, folder: str) -> int:
 # --- what is refused -----------------------------------------------------------------------------
 
 REFUSED = [
-    ("--block-parallel-size 2 --context-parallel-size 1", "mode BP (--block-parallel-size 2"),
-    ("--block-parallel-size=2 --context-parallel-size=1", "mode BP"),
-    ("--context-parallel-size 2", "mode CP (--block-parallel-size 1 --context-parallel-size 2)"),
-    ("--block-parallel-size 4 --context-parallel-size 2", "mode hybrid"),
     ("--block-parallel-size 4 --context-parallel-size 3", "CP must be 1, BP or a divisor of BP"),
     ("--block-parallel-size 2 --context-parallel-size 4", "CP must be 1, BP or a divisor of BP"),
     ("--block-parallel-size 0", "parallel degrees must be at least 1, got BP 0"),
@@ -416,7 +418,14 @@ REFUSED = [
     ("--fp8-format e4m3", "--fp8-format"),
     ("--diffusion-block-size 0", "--diffusion-block-size 0: must be at least 1"),
     ("--seq-length 0", "--seq-length 0"),
-    ("--cp-comm-type a2a", "--cp-comm-type a2a"),
+    ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type a2a: not implemented yet"),
+    ("--context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type p2p: not implemented yet"),
+    (
+        "--context-parallel-size 2 --cp-comm-type clean_all_gather",
+        "--cp-comm-type clean_all_gather: not implemented yet; use all_gather",
+    ),
+    ("--cp-comm-type all_gather", "says how mode CP exchanges"),
+    ("--block-parallel-size 2 --cp-comm-type=all_gather", "and this run is CSBP"),
     ("--multiple-validation-sets", "--multiple-validation-sets"),
     ("--sft", "--sft"),
     ("--mock-data", "--mock-data"),

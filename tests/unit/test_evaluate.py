@@ -1,9 +1,11 @@
 """What an evaluation says: mean, standard error, and where it is a bound."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
 from megatron_bp.training.evaluate import as_row, estimate
@@ -187,3 +189,35 @@ def test_rows_that_the_ranks_cannot_share_are_refused(samples: int) -> None:
     options = parse(["runs/mine", "--data", "data", f"--samples={samples}"])
     with pytest.raises(ValueError, match=f"--samples {samples}: 2 ranks .* multiple of 2"):
         evaluation_flags({}, options, 2)
+
+
+# --- the command line of tools/evaluate ----------------------------------------------------------
+
+
+def flags_on_rank(rank: int, world: int, given: dict[str, Any], ranks: int) -> list[str]:
+    from megatron_bp.tools.evaluate import evaluation_flags, parse
+
+    return evaluation_flags(given, parse(["runs/a", "--data", "data/a"]), ranks)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("given", "ranks", "degrees"),
+    [
+        ({"block_parallel_size": 4, "context_parallel_size": 2}, 4, {"block": "4", "context": "2"}),
+        ({"block_parallel_size": 4, "context_parallel_size": 2}, 2, {"block": "2"}),
+        ({"block_parallel_size": 2, "context_parallel_size": 1}, 4, {"block": "2", "context": "1"}),
+        ({"context_parallel_size": 2, "cp_comm_type": "all_gather"}, 2, {"context": "2"}),
+        ({"context_parallel_size": 2, "cp_comm_type": "all_gather"}, 1, {"block": "1"}),
+        ({}, 3, {}),
+    ],
+)
+def test_a_run_of_any_mode_is_evaluated_on_any_ranks(
+    given: dict[str, Any], ranks: int, degrees: dict[str, str]
+) -> None:
+    """On ranks that the run's own degrees do not fit, all share each sequence as in CSBP."""
+    (flags,) = run_ranks(1, flags_on_rank, given, ranks)
+    told = dict(flag.split("=", 1) for flag in flags if "=" in flag)
+    want = {f"--{name}-parallel-size": value for name, value in degrees.items()}
+    assert {k: v for k, v in told.items() if k.endswith("-parallel-size")} == want
+    assert ("--cp-comm-type" in told) == (degrees == {"context": "2"})

@@ -169,19 +169,24 @@ def test_derived_numbers_by_hand(config: str) -> None:
     assert sections["derived"] == {
         "mode": "CSBP",
         "ranks_per_sequence": 2,
+        "clean_shard_groups": 1,
+        "ranks_per_clean_shard_group": 2,
         "data_parallel_size": 2,
         "micro_batches_per_step": 2,  # 4 rows over 2 sequences at a time
-        "clean_rows_per_sequence": 61,
+        "clean_rows_per_sequence": 56,  # up to the last block
         "corrupted_rows_per_sequence": 61,
-        "rows_per_rank": 61,  # 122 over 2
+        "rows_per_sequence_with_replicas": 117,
+        # blocks of 16 rows, the last of 5: cut after blocks 1, 3 and 4 (next to 29, 58 and 88)
+        "rows_per_rank": 69,  # blocks 0, 1, 5, 6 and 7
+        "clean_rows_per_rank": 32,
         "units_per_sequence": 8,  # 61 / 8
-        "units_per_rank": 4,
+        "units_per_rank": 5,
         "clean_tokens_per_step": 244,  # 4 x 61
         "true_vocabulary": 258,
         "padded_vocabulary": 384,
         "exchanged_bytes_per_row_and_layer": 64,  # K and V, 2 groups of 8, 2 bytes
-        # 3 passes, 2 layers, to 1 other rank, 31 rows of 64 bytes
-        "exchanged_bytes_per_rank_and_sequence": 11904,
+        # 3 passes, 2 layers, to 1 other rank, 32 rows of 64 bytes
+        "exchanged_bytes_per_rank_and_sequence": 12288,
         "loss_divisor": "supervised tokens of the whole step, each term by its own count",
     }
     resolved = sections["resolved"]
@@ -194,10 +199,37 @@ def test_derived_numbers_by_hand(config: str) -> None:
 def test_derived_numbers_of_a_single_rank(config: str) -> None:
     derived = printed(1, [config])["derived"]
     assert (derived["mode"], derived["ranks_per_sequence"]) == ("single", 1)
-    assert (derived["rows_per_rank"], derived["units_per_rank"]) == (122, 8)
+    assert (derived["rows_per_rank"], derived["units_per_rank"]) == (117, 8)
     assert derived["exchanged_bytes_per_row_and_layer"] == 128  # float32
     assert derived["exchanged_bytes_per_rank_and_sequence"] == 0
     assert derived["micro_batches_per_step"] == 4
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("degrees", "mode", "groups", "rows", "most", "sent"),
+    [
+        # units 0 to 4 with a prefix of 32, units 5 to 7 (21 rows) with one of 56
+        ((2, 1), "BP", 2, 40 + 32 + 21 + 56, 77, 0),
+        ((1, 2), "CP", 1, 117, 59, 59),
+    ],
+)
+def test_derived_numbers_of_other_modes(
+    config: str,
+    degrees: tuple[int, int],
+    mode: str,
+    groups: int,
+    rows: int,
+    most: int,
+    sent: int,
+) -> None:
+    bp, cp = map(str, degrees)
+    argv = [config, "--block-parallel-size", bp, "--context-parallel-size", cp]
+    derived = printed(2, argv)["derived"]
+    assert (derived["mode"], derived["clean_shard_groups"]) == (mode, groups)
+    assert derived["rows_per_sequence_with_replicas"] == rows
+    assert derived["rows_per_rank"] == most
+    assert derived["exchanged_bytes_per_rank_and_sequence"] == 3 * 3 * sent * 128
 
 
 # --- saved beside the checkpoints ----------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Packing, block grid, plan and visibility against the oracle, on every case and on random rows."""
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,30 +13,32 @@ from megatron_bp.data.document import Document
 from megatron_bp.sequence.blocks import block_grid
 from megatron_bp.sequence.packing import Sample, pack
 from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
-from megatron_bp.sequence.visibility import (
-    Visibility,
-    corrupted_positions,
-    corrupted_rows,
-    visibility,
-)
+from megatron_bp.sequence.visibility import Visibility, corrupted_positions, visibility
 
-RANKS = [1, 2, 3, 4, 8]
+# (BP, CP): single, CSBP, BP, hybrid, CP
+MODES = [(1, 1), (2, 2), (3, 3), (8, 8), (2, 1), (4, 1), (4, 2), (9, 3), (1, 2), (1, 3), (1, 8)]
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-on_ranks = pytest.mark.parametrize("ranks", RANKS)
+in_modes = pytest.mark.parametrize("degrees", MODES, ids=[f"bp{bp} cp{cp}" for bp, cp in MODES])
 
 
-def plan_of(case: Case, ranks: int = 1, **options: Any) -> SequencePlan:
-    return make_plan(sample_of(case), options_of(case, ranks, **options))
+def plan_of(case: Case, degrees: tuple[int, int] = (1, 1), **options: Any) -> SequencePlan:
+    return make_plan(sample_of(case), options_of(case, degrees, **options))
 
 
-def options_of(case: Case, ranks: int, **options: Any) -> SequenceOptions:
+def options_of(case: Case, degrees: tuple[int, int], **options: Any) -> SequenceOptions:
     relations = {"clean_relation": case.clean_relation, "own_relation": case.own_relation}
-    return SequenceOptions(case.block_size, ranks, ranks, **(relations | options))
+    return SequenceOptions(case.block_size, *degrees, **(relations | options))
 
 
 def rows_of(plan: SequencePlan, rank: int, window: int | None, filling: int = 0) -> Visibility:
-    corrupted = corrupted_rows(plan, plan.owned_units(rank))
-    return visibility(plan, plan.clean_positions(rank), corrupted, window, filling)
+    clean, corrupted = plan.clean_positions(rank), plan.corrupted_places(rank)
+    return visibility(plan, clean, corrupted, window, filling)
+
+
+def all_rows(plan: SequencePlan, window: int | None = None) -> Visibility:
+    """Every clean position, whether a rank computes it or not, and every corrupted row."""
+    clean = np.flatnonzero(plan.block_of >= 0).astype(np.int32)
+    return visibility(plan, clean, np.arange(plan.units.offset[-1]), window)
 
 
 def dense(visible: Visibility, length: int, rows: int) -> torch.Tensor:
@@ -130,8 +131,9 @@ def test_block_grid_of_random_rows(seed: int) -> None:
 def test_sizes_without_a_plan_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         SequenceOptions(0)
-    with pytest.raises(NotImplementedError, match="BP 4 with CP 2"):
-        SequenceOptions(4, block_parallel_size=4, context_parallel_size=2)
+    for bp, cp in ((4, 3), (2, 4), (0, 1), (1, 0), (3, 2)):
+        with pytest.raises(ValueError, match=f"BP {bp} with CP {cp}: degrees are at least 1"):
+            SequenceOptions(4, block_parallel_size=bp, context_parallel_size=cp)
 
 
 # --- units ---------------------------------------------------------------------------------------
@@ -162,105 +164,43 @@ def test_a_unit_is_one_block_of_one_document(case: Case) -> None:
         assert unit.copy == 0
 
 
-@on_ranks
-@every_case
-def test_each_unit_is_computed_once_on_the_rank_of_its_clean_chunk(case: Case, ranks: int) -> None:
-    plan = plan_of(case, ranks)
-    owned = [plan.owned_units(rank).tolist() for rank in range(ranks)]
-    assert sorted(unit for units in owned for unit in units) == [*range(len(plan.units))]
-    for rank in range(ranks):
-        clean = set(plan.clean_positions(rank).tolist())
-        for i in owned[rank]:
-            assert clean.issuperset(range(plan.units[i].start, plan.units[i].stop))
-
-
-def test_fewer_units_than_ranks_leaves_ranks_without_rows() -> None:
-    plan = plan_of(CASES["fewer units than ranks"], 4)
-    assert len(plan.units) == 1
-    assert sorted(len(plan.owned_units(rank)) for rank in range(4)) == [0, 0, 0, 1]
-    assert sorted(len(plan.clean_positions(rank)) for rank in range(4)) == [0, 0, 0, 3]
-
-
-@on_ranks
-def test_only_padding_has_no_block_chunk_unit_or_cost(ranks: int) -> None:
-    plan = plan_of(CASES["only padding"], ranks, row_cost=5)
+@in_modes
+def test_only_padding_has_no_block_unit_row_or_cost(degrees: tuple[int, int]) -> None:
+    plan = plan_of(CASES["only padding"], degrees, row_cost=5)
     assert plan.block_of.tolist() == [-1] * 6
-    assert (len(plan.block_start), len(plan.units), plan.chunks) == (0, 0, ())
-    assert plan.cost.tolist() == [0] * ranks
-    for rank in range(ranks):
-        assert len(plan.clean_positions(rank)) + len(plan.owned_units(rank)) == 0
-
-
-# --- clean chunks --------------------------------------------------------------------------------
-
-
-@on_ranks
-@every_case
-def test_clean_chunks_cover_every_clean_position_once(case: Case, ranks: int) -> None:
-    plan = plan_of(case, ranks)
-    positions = np.concatenate([plan.clean_positions(rank) for rank in range(ranks)])
-    assert sorted(positions.tolist()) == [*range(sum(case.lengths))]
-    assert [c.start for c in plan.chunks] == sorted(c.start for c in plan.chunks)
-    for rank in range(ranks):
-        assert (np.diff(plan.clean_positions(rank)) > 0).all()
-
-
-@on_ranks
-@every_case
-def test_clean_chunks_are_cut_between_blocks(case: Case, ranks: int) -> None:
-    plan = plan_of(case, ranks)
-    for one, two in pairwise(plan.chunks):
-        assert one.stop == two.start
-        assert plan.block_of[two.start - 1] != plan.block_of[two.start]
-
-
-@pytest.mark.parametrize("ranks", RANKS[1:])
-@every_case
-def test_clean_chunks_are_2r_nearly_equal_parts_in_zigzag(case: Case, ranks: int) -> None:
-    """A part's cuts lie within half a block of the ideal ones; empty parts are left out."""
-    length, parts = sum(case.lengths), 2 * ranks
-
-    def near(cut: int, part: int) -> bool:
-        return abs(cut - length * part / parts) <= case.block_size / 2
-
-    part = -1
-    for chunk in plan_of(case, ranks).chunks:
-        fits = (
-            p
-            for p in range(part + 1, parts)
-            if near(chunk.start, p)
-            and near(chunk.stop, p + 1)
-            and chunk.rank == min(p, parts - 1 - p)
-        )
-        part = next(fits, -1)
-        assert part >= 0, f"{chunk} is no part of {length} positions in {parts}"
-
-
-def test_clean_chunks_of_a_long_row_by_hand() -> None:
-    plan = plan_of(Case((64,), 4), 2)
-    assert [(c.start, c.stop, c.rank) for c in plan.chunks] == [
-        (0, 16, 0),
-        (16, 32, 1),
-        (32, 48, 1),
-        (48, 64, 0),
-    ]
+    assert (len(plan.block_start), len(plan.units), plan.num_rows) == (0, 0, 0)
+    assert plan.cost.tolist() == [0] * max(degrees)
+    for rank in range(max(degrees)):
+        assert len(plan.clean_positions(rank)) + len(plan.corrupted_places(rank)) == 0
 
 
 # --- visibility ----------------------------------------------------------------------------------
 
 
-@on_ranks
+@in_modes
 @every_case
-def test_visibility_of_all_ranks_is_the_dense_mask(case: Case, ranks: int) -> None:
-    sample, plan = sample_of(case), plan_of(case, ranks)
+def test_visibility_of_all_ranks_is_the_dense_mask(case: Case, degrees: tuple[int, int]) -> None:
+    """Rows of ranks are those of the oracle; replicas see what the first of them sees."""
+    sample, plan = sample_of(case), plan_of(case, degrees)
     want = wanted(sample, plan.options, case.window)
     length, rows = len(sample.tokens), len(want) - len(sample.tokens)
+    want[:length][torch.from_numpy(plan.scorer < 0)] = False  # computed by nobody
     got = torch.zeros_like(want)
-    for rank in range(ranks):
+    for rank in range(max(degrees)):
         mine = dense(rows_of(plan, rank, case.window), length, rows)
-        assert not (got & mine).any(), "a row is computed on two ranks"
+        again = (got.any(1) & mine.any(1)).nonzero().flatten()
+        assert torch.equal(got[again], mine[again])
+        assert (again < length).all(), "a corrupted row is computed on two ranks"
         got |= mine
     assert torch.equal(got, want)
+
+
+@every_case
+def test_visibility_of_every_position_is_the_dense_mask(case: Case) -> None:
+    sample, plan = sample_of(case), plan_of(case)
+    want = wanted(sample, plan.options, case.window)
+    length = len(sample.tokens)
+    assert torch.equal(dense(all_rows(plan, case.window), length, len(want) - length), want)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -268,7 +208,7 @@ def test_visibility_of_random_rows_is_the_dense_mask(seed: int) -> None:
     sample, options, window = random_row(seed)
     want = wanted(sample, options, window)
     length = len(sample.tokens)
-    got = dense(rows_of(make_plan(sample, options), 0, window), length, len(want) - length)
+    got = dense(all_rows(make_plan(sample, options), window), length, len(want) - length)
     assert torch.equal(got, want)
 
 
@@ -276,7 +216,7 @@ def test_visibility_of_random_rows_is_the_dense_mask(seed: int) -> None:
 def test_an_interval_is_never_reversed(seed: int) -> None:
     """A window that ends before the unit's block leaves an empty interval, not a negative one."""
     sample, options, _ = random_row(seed)
-    visible = rows_of(make_plan(sample, options), 0, 2)
+    visible = all_rows(make_plan(sample, options), 2)
     assert (visible.clean_lo <= visible.clean_hi).all()
     assert (visible.own_lo <= visible.own_hi).all()
 
@@ -285,11 +225,11 @@ def test_an_interval_is_never_reversed(seed: int) -> None:
 def test_pairs_are_the_visible_entries(case: Case) -> None:
     sample, plan = sample_of(case), plan_of(case)
     want = wanted(sample, plan.options, case.window)
-    assert rows_of(plan, 0, case.window).pairs() == int(want.sum())
+    assert all_rows(plan, case.window).pairs() == int(want.sum())
 
 
 def test_rows_that_fill_up_see_nothing_and_come_last_in_the_clean_part() -> None:
-    plan = plan_of(CASES["one document"], 2)
+    plan = plan_of(CASES["one document"], (2, 2))
     plain, filled = rows_of(plan, 1, None), rows_of(plan, 1, None, filling=2)
     at, rows = plain.num_clean, len(plain.index)
     assert (filled.num_clean, len(filled.index)) == (at + 2, rows + 2)
@@ -303,7 +243,6 @@ def test_rows_that_fill_up_see_nothing_and_come_last_in_the_clean_part() -> None
 # --- known numbers: objectives.md section 5, cases 1 and 2 ---------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("length", "block_size", "relation", "pairs"),
     [
@@ -316,18 +255,17 @@ def test_rows_that_fill_up_see_nothing_and_come_last_in_the_clean_part() -> None
     ],
 )
 def test_visible_pairs_of_one_document(
-    length: int, block_size: int, relation: str, pairs: int, ranks: int
+    length: int, block_size: int, relation: str, pairs: int
 ) -> None:
-    plan = plan_of(Case((length,), block_size, clean_relation=relation), ranks)
-    assert sum(rows_of(plan, rank, None).pairs() for rank in range(ranks)) == pairs
-    assert plan.cost.sum() == pairs
+    plan = plan_of(Case((length,), block_size, clean_relation=relation))
+    assert all_rows(plan).pairs() == pairs
 
 
 def test_visible_pairs_and_positions_of_two_documents() -> None:
     sample, plan = sample_of(Case((5, 6), 4)), plan_of(Case((5, 6), 4))
-    mask = dense(rows_of(plan, 0, None), 11, 11)
+    mask = dense(all_rows(plan), 11, 11)
     first = torch.from_numpy(np.tile(sample.document == 0, 2))
-    assert rows_of(plan, 0, None).pairs() == 98
+    assert all_rows(plan).pairs() == 98
     assert int(mask[first].sum()) == 42
     assert int(mask[~first].sum()) == 56
     assert sample.position.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
@@ -336,22 +274,26 @@ def test_visible_pairs_and_positions_of_two_documents() -> None:
 # --- cost ----------------------------------------------------------------------------------------
 
 
-@on_ranks
+@in_modes
 @every_case
-def test_cost_of_a_rank_is_its_visible_pairs_without_a_window(case: Case, ranks: int) -> None:
-    plan = plan_of(case, ranks)
-    assert plan.cost.tolist() == [rows_of(plan, rank, None).pairs() for rank in range(ranks)]
+def test_cost_of_a_rank_is_its_visible_pairs_without_a_window(
+    case: Case, degrees: tuple[int, int]
+) -> None:
+    plan = plan_of(case, degrees)
+    assert plan.cost.tolist() == [rows_of(plan, r, None).pairs() for r in range(max(degrees))]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_cost_of_random_rows_is_their_visible_pairs(seed: int) -> None:
     sample, options, _ = random_row(seed)
-    plan = make_plan(sample, replace(options, block_parallel_size=2, context_parallel_size=2))
-    assert plan.cost.tolist() == [rows_of(plan, rank, None).pairs() for rank in range(2)]
+    for bp, cp in MODES:
+        plan = make_plan(sample, replace(options, block_parallel_size=bp, context_parallel_size=cp))
+        assert plan.cost.tolist() == [rows_of(plan, r, None).pairs() for r in range(max(bp, cp))]
 
 
 @every_case
 def test_row_cost_is_paid_for_every_row(case: Case) -> None:
-    free, paid = plan_of(case, 2), plan_of(case, 2, row_cost=1000)
-    rows = [len(rows_of(free, rank, None).index) for rank in range(2)]
-    assert (paid.cost - free.cost).tolist() == [1000 * n for n in rows]
+    for degrees in ((2, 2), (1, 2)):  # in other modes it decides who computes what
+        free, paid = plan_of(case, degrees), plan_of(case, degrees, row_cost=1000)
+        rows = [len(rows_of(free, rank, None).index) for rank in range(2)]
+        assert (paid.cost - free.cost).tolist() == [1000 * n for n in rows]

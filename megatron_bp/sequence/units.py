@@ -1,0 +1,93 @@
+"""What a plan is made with and what it deals out: options and units. Integers, no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+CleanRelation = Literal["block", "token"]
+OwnRelation = Literal["bidirectional", "causal"]
+
+
+@dataclass(frozen=True)
+class SequenceOptions:
+    """What a plan needs beyond the sample.
+
+    Attributes:
+        block_size: tokens a block.
+        block_parallel_size: ranks that share the units of one sequence (BP).
+        context_parallel_size: ranks that shard its clean rows (CP): 1, BP or a divisor of BP; or
+            any number if BP is 1 (mode CP, which shards all rows by place and splits units).
+        clean_relation: a clean row sees up to the end of its block, or up to itself.
+        own_relation: a corrupted row sees its whole unit, or its unit up to itself.
+        row_cost: linear work of one row in visible pairs, for the cost of a rank.
+        score_clean: clean rows carry a loss (the next-token term): those of a document's last
+            target block are needed too.
+    """
+
+    block_size: int
+    block_parallel_size: int = 1
+    context_parallel_size: int = 1
+    clean_relation: CleanRelation = "block"
+    own_relation: OwnRelation = "bidirectional"
+    row_cost: int = 0
+    score_clean: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no plan can be made for."""
+        if self.block_size < 1:
+            raise ValueError(f"the diffusion block size must be at least 1, got {self.block_size}")
+        bp, cp = self.block_parallel_size, self.context_parallel_size
+        if bp < 1 or cp < 1 or (bp > 1 and bp % cp):
+            raise ValueError(
+                f"BP {bp} with CP {cp}: degrees are at least 1, and CP must divide BP unless BP is "
+                f"1; set --context-parallel-size to 1, to BP or to a divisor of it"
+            )
+
+    @property
+    def slot(self) -> int:
+        """Ranks that work on one sequence."""
+        return max(self.block_parallel_size, self.context_parallel_size)
+
+    @property
+    def groups(self) -> int:
+        """Clean shard groups in the slot; slot rank r is in group r // CP."""
+        return self.slot // self.context_parallel_size
+
+    @property
+    def splits_units(self) -> bool:
+        """Mode CP: rows are cut by place, and corrupted K/V cross ranks too."""
+        return self.block_parallel_size < self.context_parallel_size
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Corrupted rows of clean positions [start, stop), in one copy; one rank's but in mode CP."""
+
+    copy: int
+    document: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The units of a row in corrupted order, as int32[U] columns; `units[i]` is a `Unit`."""
+
+    copy: NDArray[np.int32]
+    document: NDArray[np.int32]
+    start: NDArray[np.int32]
+    stop: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __getitem__(self, i: int) -> Unit:
+        columns = (self.copy, self.document, self.start, self.stop)
+        return Unit(*(int(column[i]) for column in columns))
+
+    @property
+    def offset(self) -> NDArray[np.int64]:
+        """int64[U + 1]: corrupted rows before each unit; the last entry is X, all of them."""
+        return np.append(0, np.cumsum(self.stop - self.start, dtype=np.int64))
