@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     nonfinite.install()
     settings = arguments.settings(args, metrics, nonfinite)
     path, bound = arguments.metrics_path(args), settings.objective.is_bound
-    Recorder(metrics, path, bound, args.eval_draws).install(
+    Recorder(metrics, path, bound, args.eval_draws, arguments.auxiliary(args)).install(
         partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
         args.context_parallel_size,
     )

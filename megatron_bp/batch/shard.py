@@ -56,6 +56,7 @@ class LocalBatch:
         num_clean: the first `num_clean` rows are clean.
         visibility: one for each distinct window of the model's layers (None = no window).
         clean_tokens: clean rows that are tokens of the sample (rows that fill up left out).
+        own_rows: bool[S], rows that this rank counts for auxiliary losses and router statistics.
     """
 
     input_ids: Tensor
@@ -66,6 +67,7 @@ class LocalBatch:
     num_clean: int
     visibility: dict[int | None, Visibility]
     clean_tokens: int
+    own_rows: Tensor
 
 
 def local_batch(
@@ -103,4 +105,5 @@ def local_batch(
         num_clean=len(clean) + filling,
         visibility={w: visibility(plan, clean, corrupted, w, filling) for w in windows},
         clean_tokens=len(clean),
+        own_rows=join(np.ones(len(clean), dtype=bool), np.ones(len(corrupted), dtype=bool)),
     )

@@ -109,6 +109,11 @@ class SequencePlan:
     cost: NDArray[np.int64]
     options: SequenceOptions
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the sample over the whole slot, each counted once."""
+        return int(np.count_nonzero(self.block_of >= 0)) + int(self.units.offset[-1])
+
     def clean_positions(self, rank: int) -> NDArray[np.int32]:
         """int32: the clean positions that CP rank `rank` computes, in order."""
         parts = [np.arange(c.start, c.stop, dtype=np.int32) for c in self.chunks if c.rank == rank]
