@@ -228,6 +228,7 @@ class GPTShape:
     qk_layernorm: bool = False
     topk: int = 2  # of the experts of an MoE layer: one whose weights hold a router
     score: str = "softmax"  # of the chosen experts; or "sigmoid", divided by their sum
+    pre_softmax: bool = False  # the softmax is over all experts, and the chosen keep their parts
 
 
 def gpt(
@@ -310,19 +311,19 @@ def _experts(
 ) -> Tensor:
     """[S, hidden] to [S, hidden]: each row's top-k experts, weighted; then the shared one, if any.
 
-    The weights are a softmax over the logits of the chosen, or their sigmoids over their sum. With
-    an expert bias the chosen are those of largest score + bias; the weights know of no bias.
+    The weights are a softmax over the logits of the chosen (before choosing with `pre_softmax`), or
+    their sigmoids over their sum.
     """
     logits = x @ weights[name + "router.weight"].double().T
     if routers is not None:
         routers.append(logits)
-    bias = weights.get(name + "router.expert_bias")
     rows = []
     for row, of_row in zip(x, logits, strict=True):
         scores = of_row if config.score == "softmax" else torch.sigmoid(of_row)
-        ranked = scores if bias is None else scores + bias.double()
-        chosen = ranked.argsort(descending=True)[: config.topk]
-        if config.score == "softmax":
+        chosen = scores.argsort(descending=True)[: config.topk]
+        if config.pre_softmax:
+            share = torch.softmax(scores, dim=0)[chosen]
+        elif config.score == "softmax":
             share = torch.softmax(scores[chosen], dim=0)
         else:
             share = scores[chosen] / scores[chosen].sum()

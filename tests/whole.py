@@ -419,10 +419,11 @@ def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
         "loss": terms,
         "count": counts,
         "grads": grads,
-        "balance": [float(x) for x in balance],
-        "z": [float(x) for x in z],
+        "balance": [x.item() for x in balance],
+        "z": [x.item() for x in z],
         "rows": rows,
         "chosen": _choices(shape, routers),
+        "margin": _margin(shape, routers),
     }
 
 
@@ -478,3 +479,14 @@ def check_step(got: dict[str, Any], want: dict[str, Any], where: str) -> None:
     assert abs(got["loss"] - want["loss"]) <= 1e-6 * abs(want["loss"]), where
     error, parameter = worst_gradient(got["grads"], want["grads"])
     assert error < TOLERANCE, f"{where}: {parameter} {error}"
+
+
+def _margin(shape: Shape, routers: list[list[Tensor]]) -> float:
+    """The least gap between the last logit chosen and the first not, of all rows and layers."""
+    gaps = [
+        of_layer.detach().sort(dim=-1, descending=True).values[:, k - 1 : k + 1].diff().abs()
+        for of_batch in routers
+        for of_layer in of_batch
+        for k in [shape.gpt.topk]
+    ]
+    return min((g.min().item() for g in gaps if len(g)), default=1.0)

@@ -1,7 +1,7 @@
 """What of a mixture of experts can be trained exactly, and why the rest is refused.
 
-Exactly means: the same loss, gradients and router statistics whatever ranks the rows and the experts
-are on. Why: docs/design/0011-moe-auxiliary.md.
+Exactly means: the same loss, gradients and router statistics whatever ranks the rows and the
+experts are on. Why: docs/design/0011-moe-auxiliary.md.
 """
 
 from argparse import Namespace
@@ -66,7 +66,7 @@ def experts_refusal(args: Namespace) -> str | None:
         value = getattr(args, name, None)
         if value not in (None, False):
             return f"{_flag(name, value)}: {reason}"
-    return _sizes(args) or _dispatcher(args) or _balance(args) or _bias(args)
+    return _sizes(args) or _dispatcher(args) or _balance(args) or _router(args)
 
 
 def _without_experts(args: Namespace) -> str | None:
@@ -115,8 +115,8 @@ def _dispatcher(args: Namespace) -> str | None:
     ):
         return (
             "--moe-token-dispatcher-type allgather: gathers equally many rows of every rank that "
-            "shares the experts, and of every pipeline stage, but rows differ from rank to rank and "
-            "from sample to sample; use alltoall"
+            "shares the experts, and of every pipeline stage, but rows differ from rank to rank "
+            "and from sample to sample; use alltoall"
         )
     return None
 
@@ -139,19 +139,35 @@ def _balance(args: Namespace) -> str | None:
             return f"--moe-aux-loss-coeff {coefficient}: must be at least 0"
         if name == "none" and coefficient > 0:
             return (
-                f"--moe-aux-loss-coeff {coefficient} with --moe-router-load-balancing-type none has "
-                f"no effect; set 0, or use aux_loss"
+                f"--moe-aux-loss-coeff {coefficient} with --moe-router-load-balancing-type none "
+                f"has no effect; set 0, or use aux_loss"
             )
     if args.moe_z_loss_coeff is not None and not args.moe_z_loss_coeff >= 0:
         return f"--moe-z-loss-coeff {args.moe_z_loss_coeff}: must be at least 0"
     return None
 
 
-def _bias(args: Namespace) -> str | None:
-    if args.moe_router_enable_expert_bias and args.moe_router_score_function == "softmax":
+def _router(args: Namespace) -> str | None:
+    softmax = args.moe_router_score_function == "softmax"
+    if args.moe_router_enable_expert_bias and softmax:
         return (
-            "--moe-router-enable-expert-bias with --moe-router-score-function softmax: Megatron "
-            "adds the bias to scores that do not compete; use sigmoid or sqrtsoftplus"
+            "--moe-router-enable-expert-bias with --moe-router-score-function softmax: scores that "
+            "add up to 1 are not compared with a bias; use sigmoid or sqrtsoftplus"
+        )
+    if args.moe_router_topk == 1 and softmax and not args.moe_router_pre_softmax:
+        return (
+            "--moe-router-topk 1 with --moe-router-score-function softmax: the softmax over one "
+            "chosen expert is always 1 and teaches nothing; add --moe-router-pre-softmax"
+        )
+    groups, of_groups = args.moe_router_num_groups, args.moe_router_group_topk
+    if (groups is None) != (of_groups is None):
+        return "--moe-router-num-groups and --moe-router-group-topk go together: give both or none"
+    if groups is not None and (
+        groups < 1 or args.num_experts % groups or not 1 <= of_groups <= groups
+    ):
+        return (
+            f"--moe-router-num-groups {groups} --moe-router-group-topk {of_groups}: the groups "
+            f"must divide --num-experts {args.num_experts}, and hold those that are chosen"
         )
     return None
 

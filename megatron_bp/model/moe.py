@@ -37,9 +37,7 @@ class BlockDiffusionRouter(TopKRouter):
     counted rows (see `take_sums`).
     """
 
-    def routing(
-        self, logits: Tensor, padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(probabilities, map) as Megatron computes them; every row is routed."""
         if self._counts():
             every = torch.ones_like(logits[..., 0], dtype=torch.bool)

@@ -100,7 +100,9 @@ class Recorder:
             "skipped": int(values["skipped_iter"]),
         }
         iteration = int(values["iteration"])
-        self._write({"kind": "train", "iteration": iteration} | metrics.as_row(step) | auxiliary | extra)
+        self._write(
+            {"kind": "train", "iteration": iteration} | metrics.as_row(step) | auxiliary | extra
+        )
         _bins_to_tensorboard(step, iteration)
         if not any(step.count.values()) and _writes():
             warnings.warn(

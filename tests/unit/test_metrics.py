@@ -61,6 +61,7 @@ def batch_of(rows: list[Row], ar: bool) -> tuple[LocalBatch, LossHead]:
         num_clean=clean,
         visibility={},
         clean_tokens=clean,
+        own_rows=torch.ones(len(rows), dtype=torch.bool),
     )
     head = LossHead(scored_rows(terms, [7.0] * len(terms)), 10)  # scales must not matter
     ce = [r.ce for r in rows if r.diffusion]
