@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = arguments.settings(args, metrics, nonfinite)
     path, bound = arguments.metrics_path(args), settings.objective.is_bound
     whole = args.eval_iters * args.eval_global_batch_size if args.eval_iters else None
-    Recorder(metrics, path, bound, args.eval_draws, whole).install(
+    Recorder(metrics, path, bound, args.eval_draws, whole, arguments.auxiliary(args)).install(
         partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
         args.context_parallel_size,
     )

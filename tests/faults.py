@@ -222,11 +222,96 @@ FAULTS: dict[str, Callable[[int], Any]] = {
 }
 
 
+# --- in a mixture of experts ---------------------------------------------------------------------
+
+
+def _local_rows(rank: int) -> Any:
+    """Auxiliary losses times this rank's rows, as Megatron scales them."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_bp.model.moe import BlockDiffusionRouter
+    from megatron_bp.training import reader
+
+    stack = contextlib.ExitStack()
+    names = ("_apply_aux_loss", "apply_z_loss")
+    theirs = {name: getattr(TopKRouter, name) for name in names}
+    stack.enter_context(mock.patch.multiple(BlockDiffusionRouter, **theirs))
+    stack.enter_context(mock.patch.object(reader, "row_scale", return_value=1.0))
+    return stack
+
+
+def _every_rank(rank: int) -> Any:
+    """Every rank of the slot takes the whole balance loss for its share."""
+    from megatron_bp.model import moe
+
+    def whole(**given: Any) -> torch.Tensor:
+        return switch(**given) * torch.distributed.get_world_size()
+
+    switch = moe.switch_load_balancing_loss_func
+    return mock.patch.object(moe, "switch_load_balancing_loss_func", whole)
+
+
+def _local_z(rank: int) -> Any:
+    """The z loss is the mean of the ranks' means."""
+    from megatron_bp.model.moe import BlockDiffusionRouter
+
+    def local(router: Any, to: Any, name: str, total: Any, coefficient: float) -> Any:
+        if name == "z_loss":
+            total = total / len(to) * 98 / torch.distributed.get_world_size()
+        return attach(router, to, name, total, coefficient)
+
+    attach = BlockDiffusionRouter._attach
+    return mock.patch.object(BlockDiffusionRouter, "_attach", local)
+
+
+def _filling(rank: int) -> Any:
+    """Rows that only fill up are counted."""
+    from megatron_bp.training import step
+
+    def every(*args: Any) -> Any:
+        batch = local_batch(*args)
+        return dataclasses.replace(batch, own_rows=torch.ones_like(batch.own_rows))
+
+    local_batch = step.local_batch
+    return mock.patch.object(step, "local_batch", every)
+
+
+def _rows_of_a_slot(rank: int) -> Any:
+    """The rows of the step are those of this rank's micro-batches."""
+    from megatron_bp.training import reader
+
+    class Alone:
+        @staticmethod
+        def all_reduce(whole: torch.Tensor, group: Any) -> None:
+            own = int(whole[-1])
+            torch.distributed.all_reduce(whole, group=group)
+            whole[-1] = own
+
+    return mock.patch.object(reader, "dist", Alone)
+
+
+def _twice(rank: int) -> Any:
+    """A forward that is done again counts both times."""
+    from megatron_bp.model.moe import BlockDiffusionRouter
+
+    return mock.patch.object(BlockDiffusionRouter, "_counts", lambda router: router.training)
+
+
+MOE_FAULTS: dict[str, Callable[[int], Any]] = {
+    "auxiliary losses scaled by local rows": _local_rows,
+    "balance loss on every rank": _every_rank,
+    "z loss over local means": _local_z,
+    "filling rows in the statistics": _filling,
+    "rows of one slot": _rows_of_a_slot,
+    "counted twice": _twice,
+}
+
+
 @contextlib.contextmanager
 def plant(name: str | None, rank: int) -> Iterator[None]:
     """The fault for the time of the block; None plants nothing."""
     if name is None:
         yield
         return
-    with FAULTS[name](rank):
+    with (FAULTS | MOE_FAULTS)[name](rank):
         yield

@@ -226,6 +226,9 @@ class GPTShape:
     rotary_interleaved: bool = False
     tied: bool = False
     qk_layernorm: bool = False
+    topk: int = 2  # of the experts of an MoE layer: one whose weights hold a router
+    score: str = "softmax"  # of the chosen experts; or "sigmoid", divided by their sum
+    pre_softmax: bool = False  # the softmax is over all experts, and the chosen keep their parts
 
 
 def gpt(
@@ -234,8 +237,11 @@ def gpt(
     ids: Tensor,
     position: Tensor,
     mask: Tensor | Sequence[Tensor],
+    routers: list[Tensor] | None = None,
 ) -> Tensor:
     """Logits, float64 [S, V], of ids [S]; names of `weights` as in Megatron's local spec.
+
+    Expert e of an MoE layer is `mlp.experts.local_experts.e`, whatever rank holds it.
 
     Args:
         weights: state dict of a GPTModel, any dtype; gradients reach it.
@@ -243,6 +249,7 @@ def gpt(
         ids: token ids [S].
         position: position ids [S].
         mask: bool [S, S], True = sees; or one per layer.
+        routers: gets the router logits [S, E] of each MoE layer.
     """
     masks = [mask] * config.layers if isinstance(mask, Tensor) else list(mask)
     x = weights["embedding.word_embeddings.weight"].double()[ids]
@@ -251,7 +258,10 @@ def gpt(
         y = _norm(weights, layer + "input_layernorm", config, x)
         x = x + _self_attention(weights, layer + "self_attention.", config, y, position, layer_mask)
         y = _norm(weights, layer + "pre_mlp_layernorm", config, x)
-        x = x + _mlp(weights, layer + "mlp.", config, y)
+        if layer + "mlp.router.weight" in weights:
+            x = x + _experts(weights, layer + "mlp.", config, y, routers)
+        else:
+            x = x + _mlp(weights, layer + "mlp.", config, y)
     x = _norm(weights, "decoder.final_layernorm", config, x)
     output = "embedding.word_embeddings.weight" if config.tied else "output_layer.weight"
     return x @ weights[output].double().T
@@ -292,6 +302,68 @@ def _mlp(weights: dict[str, Tensor], name: str, config: GPTShape, x: Tensor) -> 
     return _linear(weights, name + "linear_fc2", y)
 
 
+def _experts(
+    weights: dict[str, Tensor],
+    name: str,
+    config: GPTShape,
+    x: Tensor,
+    routers: list[Tensor] | None,
+) -> Tensor:
+    """[S, hidden] to [S, hidden]: each row's top-k experts, weighted; then the shared one, if any.
+
+    The weights are a softmax over the logits of the chosen (before choosing with `pre_softmax`), or
+    their sigmoids over their sum.
+    """
+    logits = x @ weights[name + "router.weight"].double().T
+    if routers is not None:
+        routers.append(logits)
+    rows = []
+    for row, of_row in zip(x, logits, strict=True):
+        scores = of_row if config.score == "softmax" else torch.sigmoid(of_row)
+        chosen = scores.argsort(descending=True)[: config.topk]
+        if config.pre_softmax:
+            share = torch.softmax(scores, dim=0)[chosen]
+        elif config.score == "softmax":
+            share = torch.softmax(scores[chosen], dim=0)
+        else:
+            share = scores[chosen] / scores[chosen].sum()
+        parts = [
+            share[i] * _mlp(weights, f"{name}experts.local_experts.{int(e)}.", config, row)
+            for i, e in enumerate(chosen)
+        ]
+        rows.append(torch.stack(parts).sum(dim=0))
+    y = torch.stack(rows) if rows else torch.zeros_like(x)
+    if name + "shared_experts.linear_fc1.weight" in weights:
+        y = y + _mlp(weights, name + "shared_experts.", config, x)
+    return y
+
+
+def switch_loss(logits: Tensor, topk: int, score: str = "softmax") -> Tensor:
+    """Load balancing loss of one layer, float64 scalar, of router logits [S, E] of counted rows.
+
+    E x sum over experts of f_e P_e (Switch Transformer, arXiv 2101.03961): f_e the share of all
+    S x topk choices that fall on e, P_e the mean probability of e. 0 without rows.
+    """
+    rows, experts = logits.shape
+    if rows == 0:
+        return logits.sum() * 0
+    probability = torch.softmax(logits, dim=-1)
+    if score == "sigmoid":
+        probability = torch.sigmoid(logits)
+        probability = probability / probability.sum(dim=-1, keepdim=True)
+    chosen = probability.argsort(dim=-1, descending=True)[:, :topk]
+    loss = torch.zeros((), dtype=torch.float64)
+    for e in range(experts):
+        f = (chosen == e).sum().item() / (rows * topk)
+        loss = loss + f * probability[:, e].mean()
+    return experts * loss
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Sum over rows of the squared log-sum-exp of router logits [S, E] (arXiv 2202.08906)."""
+    return torch.logsumexp(logits, dim=-1).square().sum()
+
+
 def _linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     y = x @ weights[name + ".weight"].double().T
     bias = weights.get(name + ".bias")
@@ -317,6 +389,7 @@ class Bound(NamedTuple):
     total: Tensor  # float64 scalar: sum of weight * CE
     count: int  # supervised tokens, corrupted or not
     table: dict[str, Tensor]  # [T] each: corrupted (-1: no row), masked, p, weight, ce (0: no row)
+    routers: list[Tensor]  # router logits of each MoE layer, of all rows that are no padding
 
 
 def noise(t: float, schedule: str = "linear") -> tuple[float, float]:
@@ -409,13 +482,17 @@ def bound(
         for of_layer in windows
     ]
     ids = torch.cat([clean, table["corrupted"][at]])
-    logits = gpt(weights, config, ids, torch.cat([position, position[at]]), mask)[length:]
+    routers: list[Tensor] = []
+    where = torch.cat([position, position[at]])
+    logits = gpt(weights, config, ids, where, mask, routers)[length:]
+    real = torch.tensor([b >= 0 for b in block] + [True] * len(rows), dtype=torch.bool)
     excluded = [mask_id] if exclude_mask_logit else []
     masked_rows = table["masked"][at]
     scored_at = at[masked_rows]
     ce = cross_entropy(logits[masked_rows], clean[scored_at], vocab, excluded)
     table["ce"][scored_at] = ce.detach()
-    return Bound((table["weight"][scored_at] * ce).sum(), sum(scored), table)
+    total = (table["weight"][scored_at] * ce).sum()
+    return Bound(total, sum(scored), table, [of_layer[real] for of_layer in routers])
 
 
 def next_token(

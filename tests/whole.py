@@ -5,6 +5,7 @@ Weights come from their names, so that every layout starts from one checkpoint.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,6 +34,11 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
     objective: dict[str, Any] = field(default_factory=dict)
     windows: list[int | None] | None = None  # of each layer, where they differ
+
+    @property
+    def experts(self) -> int:
+        """Of each MoE layer; 0 in a dense model."""
+        return int(self.extra.get("num_moe_experts", 0))
 
     @property
     def mask_id(self) -> int:
@@ -104,6 +110,7 @@ def weights_of(state: dict[str, Tensor]) -> None:
 
 def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
     """The model on this rank, wrapped in Megatron's DDP; parallel state stands already."""
+    from megatron.core import parallel_state as mpu
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -136,6 +143,7 @@ def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
         "persist_layer_norm": False,
         "transformer_impl": "local",
         "context_parallel_size": max(bp, cp),
+        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
         "calculate_per_token_loss": True,
     }
     config = BDLMModelConfig(
@@ -158,12 +166,37 @@ def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
         mixed_precision_wrapper=None,
     )
     with torch.no_grad():
-        weights_of(dict(model.named_parameters()))
+        weights_of({global_name(name): p for name, p in model.named_parameters()})
     return model
+
+
+def global_name(name: str) -> str:
+    """The parameter's name where one rank holds all experts, and without DDP's prefix."""
+    from megatron.core import parallel_state as mpu
+
+    name = name.removeprefix("module.")
+    before, expert, after = name.partition(".local_experts.")
+    if not expert:
+        return name
+    place, _, rest = after.partition(".")
+    here = EXPERTS // mpu.get_expert_model_parallel_world_size()
+    return f"{before}{expert}{int(place) + here * mpu.get_expert_model_parallel_rank()}.{rest}"
+
+
+def by_global_name(model: torch.nn.Module, value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """`value` of every parameter, the experts of other ranks included."""
+    from megatron.core import parallel_state as mpu
+
+    mine = {global_name(name): value(p) for name, p in model.named_parameters()}
+    every: list[Any] = [None] * mpu.get_expert_model_parallel_world_size()
+    group = mpu.get_expert_model_parallel_group()
+    torch.distributed.all_gather_object(every, mine, group=group)
+    return {name: tensor for of_rank in every for name, tensor in of_rank.items()}
 
 
 Slot = int | tuple[int, int]
 SLOT: Slot | None = None
+EXPERTS = 0
 
 
 def degrees(slot: Slot) -> tuple[int, int]:
@@ -192,6 +225,7 @@ def settings_of(case: Case, shape: Shape, slot: Slot, micro_batches: int) -> Any
             **shape.objective,
         ),
         micro_batches=lambda training: micro_batches,
+        count_rows=shape.experts > 0,
     )
 
 
@@ -231,12 +265,14 @@ def step_on_rank(
     slot: Slot,
     recompute: bool = False,
     fault: str | None = None,
+    ep: int = 1,
 ) -> dict[str, Any]:
     """One step: (sum, count) over all rows, and every parameter's gradient before clipping.
 
     Degrees (BP, CP) make the slot; the rest is data parallel, which deals out the micro-batches.
+    `ep` ranks of all share the experts.
     """
-    global SLOT
+    global SLOT, EXPERTS
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
@@ -246,8 +282,8 @@ def step_on_rank(
     from megatron_bp.training.step import forward_step
 
     size = max(degrees(slot))
-    mpu.initialize_model_parallel(context_parallel_size=size)
-    SLOT = slot
+    mpu.initialize_model_parallel(context_parallel_size=size, expert_model_parallel_size=ep)
+    SLOT, EXPERTS = slot, shape.experts
     if recompute:
         shape = Shape(
             **{
@@ -296,14 +332,26 @@ def step_on_rank(
         "loss": loss,
         "count": counts,
         "sent": sent,
-        "grads": {
-            name.removeprefix("module."): p.main_grad.clone()
-            for name, p in model.named_parameters()
-        },
-        "weights": {
-            name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()
+        "grads": by_global_name(model, lambda p: p.main_grad.clone()),
+        "weights": by_global_name(model, lambda p: p.detach().clone()),
+        "auxiliary": auxiliary_of(shape),
+        "expert bias": {
+            name.removeprefix("module."): buffer.clone()
+            for name, buffer in model.named_buffers()
+            if name.endswith("expert_bias") and buffer is not None
         },
     }
+
+
+def auxiliary_of(shape: Shape) -> dict[str, list[float]]:
+    """Each auxiliary loss of the step without its coefficient, of each layer."""
+    from megatron_bp.model.moe import ROWS, take_sums
+
+    names = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", ROWS)
+    sums = take_sums(names, shape.gpt.layers, "cpu")
+    torch.distributed.all_reduce(sums)
+    means = (sums / sums[-1].clamp(min=1)).tolist()
+    return {name: means[k] for k, name in enumerate(names[:-1])} | {ROWS: sums[-1].tolist()}
 
 
 def draws_of(shape: Shape, case: Case, key: int) -> dict[str, Any]:
@@ -331,6 +379,7 @@ def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
     total, count = torch.zeros((), dtype=torch.float64), 0
     ar_total, ar_count = torch.zeros((), dtype=torch.float64), 0
     with_ar = shape.objective.get("ar_weight", 0.0) > 0
+    routers: list[list[Tensor]] = []  # of each micro-batch, of each MoE layer
     for i, case in enumerate(shape.rows):
         sample = sample_of(case, shape.vocabulary - 1, seed=i)
         if with_ar:
@@ -360,15 +409,59 @@ def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
             window=shape.windows or case.window,
         )
         total, count = total + row.total, count + row.count
+        routers.append(row.routers)
     loss = shape.objective.get("diffusion_weight", 1.0) * total / max(1, count)
     counts = [count]
     if with_ar:
         loss = loss + shape.objective["ar_weight"] * ar_total / max(1, ar_count)
         counts.append(ar_count)
+    terms = loss.item()
+    balance, z, rows = auxiliary_oracle(shape, routers)
+    loss = loss + shape.extra.get("moe_aux_loss_coeff", 0.0) * sum(balance)
+    loss = loss + shape.extra.get("moe_z_loss_coeff", 0.0) * sum(z)
     if loss.requires_grad:
         loss.backward()
     grads = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in leaves.items()}
-    return {"loss": loss.item(), "count": counts, "grads": grads}
+    return {
+        "loss": terms,
+        "count": counts,
+        "grads": grads,
+        "balance": [x.item() for x in balance],
+        "z": [x.item() for x in z],
+        "rows": rows,
+        "chosen": _choices(shape, routers),
+        "margin": _margin(shape, routers),
+    }
+
+
+def auxiliary_oracle(
+    shape: Shape, routers: list[list[Tensor]]
+) -> tuple[list[Tensor], list[Tensor], int]:
+    """(balance loss, z loss) of each MoE layer without coefficients, and the rows of the step.
+
+    Means over all rows of the step: a micro-batch's balance loss counts as often as it has rows.
+    """
+    layers = [[of_batch[k] for of_batch in routers] for k in range(len(routers[0]))]
+    rows = sum(len(logits) for logits in layers[0]) if layers else 0
+    balance, z = [], []
+    for batches in layers:
+        parts = [len(x) * oracle.switch_loss(x, shape.gpt.topk, shape.gpt.score) for x in batches]
+        balance.append(torch.stack(parts).sum() / max(1, rows))
+        z.append(torch.stack([oracle.z_loss(x) for x in batches]).sum() / max(1, rows))
+    return balance, z, rows
+
+
+def _choices(shape: Shape, routers: list[list[Tensor]]) -> list[Tensor]:
+    """How often each expert is chosen in the step, int64[E], of each MoE layer."""
+    return [
+        torch.bincount(
+            torch.cat([of_batch[k] for of_batch in routers])
+            .argsort(dim=-1, descending=True)[:, : shape.gpt.topk]
+            .flatten(),
+            minlength=shape.experts,
+        )
+        for k in range(len(routers[0]))
+    ]
 
 
 def worst_gradient(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
@@ -393,3 +486,14 @@ def check_step(got: dict[str, Any], want: dict[str, Any], where: str) -> None:
     assert abs(got["loss"] - want["loss"]) <= 1e-6 * abs(want["loss"]), where
     error, parameter = worst_gradient(got["grads"], want["grads"])
     assert error < TOLERANCE, f"{where}: {parameter} {error}"
+
+
+def _margin(shape: Shape, routers: list[list[Tensor]]) -> float:
+    """The least gap between the last logit chosen and the first not, of all rows and layers."""
+    gaps = [
+        of_layer.detach().sort(dim=-1, descending=True).values[:, k - 1 : k + 1].diff().abs()
+        for of_batch in routers
+        for of_layer in of_batch
+        for k in [shape.gpt.topk]
+    ]
+    return min((g.min().item() for g in gaps if len(g)), default=1.0)

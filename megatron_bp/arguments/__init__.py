@@ -4,6 +4,7 @@ Stands outside the order of the folders: it imports them, none imports it.
 """
 
 from megatron_bp.arguments.build import (
+    auxiliary,
     dataset_config,
     evaluation_samples,
     metrics_path,
@@ -22,6 +23,7 @@ __all__ = [
     "ContractError",
     "RefusedError",
     "VersionError",
+    "auxiliary",
     "dataset_config",
     "evaluation_samples",
     "metrics_path",

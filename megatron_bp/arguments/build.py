@@ -7,7 +7,9 @@ from typing import Any
 
 from megatron_bp.diffusion.objective import Objective
 from megatron_bp.model.config import BDLMModelConfig
+from megatron_bp.model.moe import BALANCE_LOSSES, Z_LOSS
 from megatron_bp.sequence.plan import SequenceOptions
+from megatron_bp.training.auxiliary import Auxiliary
 from megatron_bp.training.metrics import Metrics
 from megatron_bp.training.nonfinite import NonFinite
 from megatron_bp.training.step import StepSettings
@@ -43,6 +45,7 @@ def settings(
         micro_batches=partial(_micro_batches, args),
         metrics=metrics,
         nonfinite=nonfinite,
+        count_rows=args.num_experts is not None,
     )
 
 
@@ -60,6 +63,23 @@ def nonfinite(args: Namespace) -> NonFinite:
     """The watch over losses; its files go to the --save folder."""
     folder = Path(args.save) if args.save else None
     return NonFinite(args.on_nonfinite, folder, lambda: _iteration(args) + 1)
+
+
+def auxiliary(args: Namespace) -> Auxiliary | None:
+    """The auxiliary losses to be reported; None without experts."""
+    if args.num_experts is None:
+        return None
+    types, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    if not isinstance(types, list):
+        types, coefficients = [types], [coefficients]
+    losses = {
+        f"moe_{name}": BALANCE_LOSSES[name]
+        for name, coefficient in zip(types, coefficients, strict=True)
+        if coefficient > 0
+    }
+    if args.moe_z_loss_coeff is not None:
+        losses["moe_z_loss"] = Z_LOSS
+    return Auxiliary(losses, tuple(moe_layers(args)))
 
 
 def metrics_path(args: Namespace) -> Path | None:
@@ -118,9 +138,28 @@ def _row_cost(args: Namespace) -> int:
     heads, dim = args.num_attention_heads, args.kv_channels
     groups = args.num_query_groups if args.group_query_attention else heads
     attention = args.hidden_size * dim * (2 * heads + 2 * groups)
-    mlp = args.hidden_size * args.ffn_hidden_size * (3 if args.swiglu else 2)
+    mlp = args.hidden_size * _ffn_width(args) * (3 if args.swiglu else 2)
     cost: int = round(2 * (attention + mlp) / (4 * dim * heads))
     return cost
+
+
+def _ffn_width(args: Namespace) -> float:
+    """Hidden units of the MLP that a row passes, the mean over layers."""
+    if args.num_experts is None:
+        return float(args.ffn_hidden_size)
+    shared = args.moe_shared_expert_intermediate_size or 0
+    sparse = args.moe_router_topk * args.moe_ffn_hidden_size + shared
+    part = sum(moe_layers(args)) / args.num_layers
+    return float(part * sparse + (1 - part) * args.ffn_hidden_size)
+
+
+def moe_layers(args: Namespace) -> list[bool]:
+    """Whether each layer is an MoE layer, as Megatron reads --moe-layer-freq."""
+    if args.num_experts is None:
+        return [False] * args.num_layers
+    if isinstance(args.moe_layer_freq, int):
+        return [layer % args.moe_layer_freq == 0 for layer in range(args.num_layers)]
+    return [bool(layer) for layer in args.moe_layer_freq]
 
 
 def _iteration(args: Namespace) -> int:

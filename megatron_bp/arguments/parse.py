@@ -32,6 +32,7 @@ DEFAULTS: dict[str, str | None] = {
     "--no-persist-layer-norm": None,
     "--no-masked-softmax-fusion": None,
     "--no-gradient-accumulation-fusion": None,
+    "--moe-token-dispatcher-type": "alltoall",
     "--exit-signal-handler": None,
     "--async-strategy": "mcore",
 }

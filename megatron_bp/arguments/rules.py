@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_bp.arguments.experts import experts_refusal
 from megatron_bp.parallel.state import parallel_mode
 
 
@@ -44,8 +45,8 @@ def _parallel(args: Namespace) -> None:
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         if getattr(args, name) > 1:
             _no(f"--{name.replace('_', '-')} {getattr(args, name)}: not implemented yet; set 1")
-    if args.expert_model_parallel_size > 1 or args.num_experts is not None:
-        _no("--num-experts, --expert-model-parallel-size: MoE is not implemented yet; leave out")
+    if (message := experts_refusal(args)) is not None:
+        _no(message)
     if args.use_distributed_optimizer:
         _no("--use-distributed-optimizer: not implemented yet; leave it out")
     if args.hybrid_context_parallel or args.hierarchical_context_parallel_sizes:
@@ -89,6 +90,11 @@ def refuse_world(args: Namespace, world_size: int) -> None:
             f"{world_size} ranks were started, and {slot} share a sequence (--block-parallel-size "
             f"{args.block_parallel_size}, --context-parallel-size {args.context_parallel_size}): "
             f"start a multiple of {slot} (torchrun --nproc-per-node), or change the degrees"
+        )
+    if world_size % args.expert_model_parallel_size:
+        _no(
+            f"--expert-model-parallel-size {args.expert_model_parallel_size}: {world_size} ranks "
+            f"were started, and that many share the experts; it must divide them"
         )
     data = world_size // slot
     if args.global_batch_size is not None and args.global_batch_size % data:

@@ -43,6 +43,16 @@ def term_scales(counts: Sequence[int], factors: Sequence[float]) -> TermScales:
     )
 
 
+def row_scale(count: int, rows: int) -> float:
+    """What multiplies a sum over a step's rows so that it ends up as the mean over them.
+
+    Args:
+        count: of the reference term in the whole step, N_ref; Megatron divides by max(1, N_ref).
+        rows: unique rows of the whole step; without any there is no sum either.
+    """
+    return max(1, count) / rows if rows else 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class LossSum:
     """The loss of a micro-batch on this rank.

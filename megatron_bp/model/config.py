@@ -13,6 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
 
 from megatron_bp.attention.core_attention import BlockDiffusionAttention
+from megatron_bp.model.moe import with_block_diffusion_router
 from megatron_bp.model.rotary import PositionRotary
 from megatron_bp.parallel import state
 
@@ -33,10 +34,11 @@ class BDLMModelConfig(GPTModelConfig):
 
 
 def block_diffusion_layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> ModuleSpec:
-    """Megatron's own layer spec for this config, with our core attention in every layer."""
+    """Megatron's own layer spec for this config, with our core attention and MoE router."""
     spec = default_layer_spec(config, vp_stage)
     for layer in getattr(spec, "layer_specs", [spec]):
         layer.submodules.self_attention.submodules.core_attention = BlockDiffusionAttention
+        layer.submodules.mlp = with_block_diffusion_router(layer.submodules.mlp)
     return spec
 
 

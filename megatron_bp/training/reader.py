@@ -1,7 +1,8 @@
 """Reads a step's micro-batches at once: each loss term's count is known before the first backward.
 
 Counts are integers from the plan and the corruption: one all-reduce over the data-parallel ranks
-gives the step's, and none is needed for a single term, whose count Megatron adds up itself.
+gives the step's, and none is needed for a single term, whose count Megatron adds up itself. The
+losses of a mixture of experts are means over rows, so a model that has one needs both counts.
 """
 
 from collections import deque
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron_bp.batch.dataset import sample_of
 from megatron_bp.diffusion.corruption import Corruption, corrupt
-from megatron_bp.diffusion.loss import TermScales, term_scales
+from megatron_bp.diffusion.loss import TermScales, row_scale, term_scales
 from megatron_bp.diffusion.objective import Objective
 from megatron_bp.sequence.packing import Sample
 from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
@@ -23,20 +24,27 @@ from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One sample, what is made of it on every rank alike, and the step's scales."""
+    """One sample, what is made of it on every rank alike, and the step's scales.
+
+    `row_scale` multiplies sums over rows (see `diffusion.loss.row_scale`); None if not counted.
+    """
 
     sample: Sample
     plan: SequencePlan
     corruption: Corruption
     scales: TermScales
+    row_scale: float | None = None
 
 
 class StepReader:
     """Hands out micro-batches; at the first of a step it reads them all."""
 
-    def __init__(self, sequence: SequenceOptions, objective: Objective) -> None:
+    def __init__(
+        self, sequence: SequenceOptions, objective: Objective, count_rows: bool = False
+    ) -> None:
         self._sequence = sequence
         self._objective = objective
+        self._count_rows = count_rows
         # By identity, with the iterator so that it stays itself; a run has a handful.
         self._waiting: dict[int, tuple[Any, deque[MicroBatch]]] = {}
 
@@ -76,12 +84,14 @@ class StepReader:
         ]
         by_term = zip(*(c.terms for c in corruptions), strict=True)
         counts = [sum(term.count for term in terms) for terms in by_term]
-        if len(counts) > 1:
-            whole = torch.tensor(counts, dtype=torch.int64, device=device)
+        rows = sum(plan.num_rows for plan in plans)
+        if len(counts) > 1 or self._count_rows:
+            whole = torch.tensor([*counts, rows], dtype=torch.int64, device=device)
             dist.all_reduce(whole, group=data_parallel)
-            counts = whole.tolist()
+            *counts, rows = whole.tolist()
         scales = term_scales(counts, [term.factor for term in corruptions[0].terms])
+        of_rows = row_scale(counts[scales.reference], rows) if self._count_rows else None
         return [
-            MicroBatch(sample, plan, corruption, scales)
+            MicroBatch(sample, plan, corruption, scales, of_rows)
             for sample, plan, corruption in zip(samples, plans, corruptions, strict=True)
         ]

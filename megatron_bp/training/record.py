@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_bp.training import evaluate, metrics
+from megatron_bp.training.auxiliary import Auxiliary
 from megatron_bp.training.metrics import BINS, Metrics, Step
 
 
@@ -31,6 +32,7 @@ class Recorder:
         is_bound: bool,
         draws: int = 1,
         samples: int | None = None,
+        auxiliary: Auxiliary | None = None,
     ) -> None:
         """Write to `path`, if any, from the last rank.
 
@@ -40,7 +42,9 @@ class Recorder:
             is_bound: the validation loss is a bound on the negative log-likelihood.
             draws: noise draws of each validation sample.
             samples: samples of a whole evaluation, each draw counted; None if not known.
+            auxiliary: the losses of a mixture of experts; None without one.
         """
+        self._auxiliary = auxiliary
         self._metrics = metrics
         self._path = path
         self._is_bound = is_bound
@@ -66,8 +70,9 @@ class Recorder:
             given = log_signature.bind(*args, **kwargs)
             values = given.arguments
             step = self._metrics.finish(group(), slot)
+            auxiliary = self._auxiliary.finish() if self._auxiliary is not None else {}
             if step is not None:
-                self._train(step, values)
+                self._train(step, values, auxiliary)
                 if values["loss_dict"]:
                     values["loss_dict"] = values["loss_dict"] | _shown(step)
             return log(*given.args, **given.kwargs)
@@ -96,14 +101,16 @@ class Recorder:
         """Whether an evaluation that read so many samples was one."""
         return samples % self._draws == 0 and self._samples in (None, samples)
 
-    def _train(self, step: Step, values: dict[str, Any]) -> None:
+    def _train(self, step: Step, values: dict[str, Any], auxiliary: dict[str, float]) -> None:
         extra = {
             "learning_rate": _number(values["learning_rate"]),
             "grad_norm": _number(values["grad_norm"]),
             "skipped": int(values["skipped_iter"]),
         }
         iteration = int(values["iteration"])
-        self._write({"kind": "train", "iteration": iteration} | metrics.as_row(step) | extra)
+        self._write(
+            {"kind": "train", "iteration": iteration} | metrics.as_row(step) | auxiliary | extra
+        )
         _bins_to_tensorboard(step, iteration)
         if not any(step.count.values()) and _writes():
             warnings.warn(

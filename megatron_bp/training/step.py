@@ -38,6 +38,7 @@ class StepSettings:
             evaluation (False).
         metrics: where a micro-batch's numbers go; None for nowhere.
         nonfinite: what happens to a loss that is NaN or infinite; None for nothing.
+        count_rows: whether a step's rows are counted, for losses that are means over rows.
     """
 
     sequence: SequenceOptions
@@ -45,10 +46,12 @@ class StepSettings:
     micro_batches: Callable[[bool], int]
     metrics: Metrics | None = None
     nonfinite: NonFinite | None = None
+    count_rows: bool = False
     reader: StepReader = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reader", StepReader(self.sequence, self.objective))
+        reader = StepReader(self.sequence, self.objective, self.count_rows)
+        object.__setattr__(self, "reader", reader)
 
 
 def make_layout(batch: LocalBatch, group: torch.distributed.ProcessGroup, device: Any) -> Layout:
@@ -87,16 +90,23 @@ def run_model(micro: MicroBatch, vocabulary: int, model: torch.nn.Module) -> For
     groups = get_attr_wrapped_model(model, "pg_collection")
     device = next(model.parameters()).device
     rank = int(groups.slot.rank())
-    windows = layer_windows(get_model_config(model))
+    config = get_model_config(model)
+    windows = layer_windows(config)
     batch = local_batch(micro.sample, micro.plan, micro.corruption, rank, windows)
     layout = make_layout(batch, groups.clean_shard, device)
     head = LossHead(scored_rows(batch.terms, micro.scales.scales).to(device), vocabulary)
+    uncounted = None
+    if config.num_moe_experts is not None:
+        uncounted = ~batch.own_rows.to(device)[None]
+        if micro.row_scale is not None:  # the schedules ask for it after this forward
+            config.moe_grad_scale_func = partial(float, micro.row_scale)
     output = model(
         batch.input_ids.to(device)[None],
         layout.positions[None],
         None,
         packed_seq_params=layout,
         output_processor=head,
+        padding_mask=uncounted,
     )
     return Forward(output, batch, layout, head, rank)
 

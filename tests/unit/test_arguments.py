@@ -381,8 +381,6 @@ REFUSED = [
     ("--block-parallel-size 0", "parallel degrees must be at least 1, got BP 0"),
     ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: not implemented"),
     ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: not implemented"),
-    ("--expert-model-parallel-size 2", "--expert-model-parallel-size: MoE is not implemented"),
-    ("--num-experts 4", "--num-experts"),
     ("--use-distributed-optimizer", "--use-distributed-optimizer: not implemented"),
     ("--hybrid-context-parallel", "--hybrid-context-parallel"),
     ("--hierarchical-context-parallel-sizes 2 2", "--hierarchical-context-parallel-sizes"),
