@@ -79,8 +79,11 @@ def _padded_vocabulary(rank: int) -> Any:
     """Megatron's padding takes part in the softmax."""
     from megatron_bp.model import output
 
-    def padded(hidden: Any, weight: Any, labels: Any, weights: Any, vocabulary: int) -> Any:
-        return cross_entropy(hidden, weight, labels, weights, len(weight))
+    def padded(
+        hidden: Any, weight: Any, labels: Any, weights: Any, vocabulary: int, group: Any
+    ) -> Any:
+        ranks = 1 if group is None else group.size()
+        return cross_entropy(hidden, weight, labels, weights, len(weight) * ranks, group=group)
 
     cross_entropy = output.weighted_cross_entropy
     return mock.patch.object(output, "weighted_cross_entropy", padded)

@@ -74,11 +74,16 @@ def local_batch(
     corruption: Corruption,
     rank: int,
     windows: Iterable[int | None] = (None,),
+    multiple: int = 1,
 ) -> LocalBatch:
-    """The rows of slot rank `rank`; a rank without any row gets one that only fills up."""
+    """The rows of slot rank `rank`, and rows that only fill up.
+
+    They make the number of rows a multiple of `multiple`, and at least that many.
+    """
     clean = plan.clean_positions(rank)
     corrupted = corrupted_rows(plan, plan.owned_units(rank))
-    filling = 1 if len(clean) + len(corrupted) == 0 else 0
+    rows = len(clean) + len(corrupted)
+    filling = -(-max(rows, 1) // multiple) * multiple - rows
     length = len(sample.tokens)
     of_corrupted = corrupted_positions(plan)[corrupted]
 
@@ -88,11 +93,13 @@ def local_batch(
         return torch.from_numpy(np.concatenate(parts))
 
     def local(term: Term) -> LocalTerm:
-        def rows(column: NDArray[Any]) -> Tensor:
+        def of_rows(column: NDArray[Any]) -> Tensor:
             return join(column[clean], column[length + corrupted])
 
-        count = int(torch.count_nonzero(rows(term.counted)))
-        return LocalTerm(term.name, rows(term.labels), rows(term.weights), count, term.factor)
+        count = int(torch.count_nonzero(of_rows(term.counted)))
+        return LocalTerm(
+            term.name, of_rows(term.labels), of_rows(term.weights), count, term.factor
+        )
 
     return LocalBatch(
         input_ids=join(sample.tokens[clean], corruption.tokens[corrupted]),

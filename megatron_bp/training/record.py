@@ -55,7 +55,7 @@ class Recorder:
         def training_log(*args: Any, **kwargs: Any) -> Any:
             given = log_signature.bind(*args, **kwargs)
             values = given.arguments
-            step = self._metrics.finish(group(), slot)
+            step = self._metrics.finish(group(), slot, dist.group.WORLD)
             if step is not None:
                 self._train(step, values)
                 if values["loss_dict"]:
@@ -66,7 +66,7 @@ class Recorder:
             values = evaluation_signature.bind(*args, **kwargs).arguments
             self._metrics.drop()
             result = evaluation(*args, **kwargs)
-            step = self._metrics.finish(group(), slot)
+            step = self._metrics.finish(group(), slot, dist.group.WORLD)
             if step is not None and len(step.samples) % self._draws:
                 print(" evaluation cut short (time limit): no row is written", flush=True)
             elif step is not None:
