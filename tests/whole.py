@@ -18,6 +18,7 @@ from traffic import Sent, recording
 
 VOCABULARY = 50
 SEED = 5
+FFN = 40
 TOLERANCE = 1e-5
 
 
@@ -135,7 +136,7 @@ def build_chunks(
         "num_attention_heads": gpt.heads,
         "num_query_groups": gpt.groups,
         "kv_channels": gpt.head_dim,
-        "ffn_hidden_size": 40,
+        "ffn_hidden_size": FFN,
         "normalization": gpt.norm,
         "layernorm_epsilon": gpt.eps,
         "gated_linear_unit": gpt.swiglu,

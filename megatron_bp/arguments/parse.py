@@ -34,6 +34,7 @@ DEFAULTS: dict[str, str | None] = {
     "--no-gradient-accumulation-fusion": None,
     "--exit-signal-handler": None,
     "--async-strategy": "mcore",
+    "--dist-ckpt-optim-fully-reshardable": None,
 }
 
 
