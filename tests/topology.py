@@ -48,6 +48,11 @@ def topology_on_rank(
     rank: int, world: int, shape: Shape, topology: Topology, fault: str | None = None
 ) -> dict[str, Any]:
     """One step: the loss and counts (last stage) and this rank's shard of every gradient."""
+    with plant(fault, rank):
+        return _step(rank, shape, topology)
+
+
+def _step(rank: int, shape: Shape, topology: Topology) -> dict[str, Any]:
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
@@ -97,16 +102,15 @@ def topology_on_rank(
         settings_of(shape.rows[0], shape, t.slot, len(mine)), metrics=metrics
     )
     iterators: Any = [iter(mine) for _ in model]
-    with plant(fault, rank):
-        losses = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, settings),
-            data_iterator=iterators if interleaved else iterators[0],
-            model=model,
-            num_microbatches=len(mine),
-            seq_length=t.tp,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+    losses = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, settings),
+        data_iterator=iterators if interleaved else iterators[0],
+        model=model,
+        num_microbatches=len(mine),
+        seq_length=t.tp,
+        micro_batch_size=1,
+        forward_only=False,
+    )
     if t.distributed_optimizer:
         whole_gradients(model)
     step = metrics.finish(mpu.get_data_parallel_group(True), t.slot, dist.group.WORLD)
@@ -183,7 +187,9 @@ def whole_gradients(model: list[torch.nn.Module]) -> None:
                 dist.all_gather_into_tensor(bucket.grad_data.view(-1), own, group=group)
 
 
-def joined(results: list[dict[str, Any]], shape: Shape, same: Callable[..., None]) -> dict[str, Any]:
+def joined(
+    results: list[dict[str, Any]], shape: Shape, same: Callable[..., None]
+) -> dict[str, Any]:
     """What one rank would have: loss, counts and gradients by name.
 
     Args:

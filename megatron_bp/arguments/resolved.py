@@ -52,10 +52,13 @@ def derived(args: Namespace) -> dict[str, Any]:
     units = -(-length // args.diffusion_block_size)
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     itemsize = 2 if args.bf16 else 4
-    row_bytes = 2 * groups * args.kv_channels * itemsize
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    row_bytes = 2 * groups // tp * args.kv_channels * itemsize
     return {
         "mode": parallel_mode(bp, cp),
         "ranks_per_sequence": slot,
+        "tensor_parallel_size": tp,
+        "pipeline_stages": pp,
         "data_parallel_size": args.data_parallel_size,
         "micro_batches_per_step": args.global_batch_size // args.data_parallel_size,
         "clean_rows_per_sequence": length,
@@ -68,7 +71,7 @@ def derived(args: Namespace) -> dict[str, Any]:
         "padded_vocabulary": args.padded_vocab_size,
         "exchanged_bytes_per_row_and_layer": row_bytes,
         "exchanged_bytes_per_rank_and_sequence": (
-            3 * args.num_layers * (slot - 1) * -(-length // slot) * row_bytes
+            3 * -(-args.num_layers // pp) * (slot - 1) * -(-length // slot) * row_bytes
         ),
         "loss_divisor": "supervised tokens of the whole step, each term by its own count",
     }

@@ -3,10 +3,12 @@
 Checked on the parsed flags before Megatron sees them, before anything is started.
 """
 
+import importlib
 from argparse import Namespace
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_bp import cpu
 from megatron_bp.parallel.state import parallel_mode, refusal
 
 
@@ -167,8 +169,12 @@ def refuse_world(args: Namespace, world_size: int) -> None:
 
 
 def _model(args: Namespace) -> None:
-    if args.transformer_impl != "local":
-        _no(f"--transformer-impl {args.transformer_impl}: not implemented yet; use local")
+    if args.transformer_impl == "transformer_engine":
+        missing = transformer_engine_missing()
+        if missing is not None:
+            _no(f"--transformer-impl transformer_engine: {missing}; use local, which needs nothing")
+    elif args.transformer_impl != "local":
+        _no(f"--transformer-impl {args.transformer_impl}: use local or transformer_engine")
     if args.spec is not None:
         _no(f"--spec {args.spec}: the layer spec is this plugin's own; leave it out")
     if args.attention_backend.name == "local":
@@ -219,7 +225,22 @@ def _model(args: Namespace) -> None:
     if not 0 < args.rotary_percent <= 1:
         _no(f"--rotary-percent {args.rotary_percent}: must be above 0 and at most 1")
     if args.fp8 or args.fp4:
-        _no("--fp8-format / --fp4-format need Transformer Engine, which is not implemented yet")
+        _no("--fp8-format / --fp4-format: not tried with block diffusion; use --bf16")
+
+
+def transformer_engine_missing() -> str | None:
+    """Why Transformer Engine cannot be used here, and the way to it; None if it can."""
+    if cpu.needed():
+        return "its layers run on GPUs alone, and torch finds no CUDA device"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # its own loader raises RuntimeError, OSError and others
+        return (
+            f"Transformer Engine does not import here ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}); install it for this torch and CUDA, "
+            f"`pip install --no-build-isolation transformer-engine[pytorch]`"
+        )
+    return None
 
 
 def _data(args: Namespace) -> None:

@@ -97,9 +97,7 @@ def local_batch(
             return join(column[clean], column[length + corrupted])
 
         count = int(torch.count_nonzero(of_rows(term.counted)))
-        return LocalTerm(
-            term.name, of_rows(term.labels), of_rows(term.weights), count, term.factor
-        )
+        return LocalTerm(term.name, of_rows(term.labels), of_rows(term.weights), count, term.factor)
 
     return LocalBatch(
         input_ids=join(sample.tokens[clean], corruption.tokens[corrupted]),

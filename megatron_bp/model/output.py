@@ -2,8 +2,8 @@
 
 Logits are made in chunks of rows and never kept: each chunk's gradient is formed at once (as in
 Liger Kernel, arXiv 2410.10989), so the peak is one chunk whatever the number of rows. Ids above the
-true vocabulary, which Megatron pads to a multiple of 128 x TP, take no part in the softmax, wherever
-among the TP ranks they fall.
+true vocabulary, which Megatron pads to a multiple of 128 x TP, take no part in the softmax,
+wherever among the TP ranks they fall.
 
 With tensor parallelism each rank has the logits of its ids; one small gather a chunk makes the
 softmax whole. A rank's gradient of the hidden rows is then its ids' share, added up over the TP
@@ -140,9 +140,11 @@ class LossHead:
             whole = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=True, group=self._group
             )
-            return whole[:, 0].index_select(0, rows)
-        hidden_RH = hidden_states[:, 0].index_select(0, rows)
-        return copy_to_tensor_model_parallel_region(hidden_RH, group=self._group)
+            picked: Tensor = whole[:, 0].index_select(0, rows)
+            return picked
+        picked = hidden_states[:, 0].index_select(0, rows)
+        copied: Tensor = copy_to_tensor_model_parallel_region(picked, group=self._group)
+        return copied
 
 
 def weighted_cross_entropy(
@@ -160,8 +162,9 @@ def weighted_cross_entropy(
     sum_r weights_r ce_r, differentiable, the second ce [R], detached. In float32 (float64 for
     float64 inputs). R may be 0: the sum is 0, still differentiable.
 
-    With `group`, rank k of it holds the rows [k p, (k + 1) p) of the weight. Both results are whole
-    and alike on all; the gradient of `hidden_RH` is this rank's share, to be added up by the caller.
+    With `group`, rank k of it holds the rows [k p, (k + 1) p) of the weight. Both results are
+    whole and alike on all; the gradient of `hidden_RH` is this rank's share, which the caller adds
+    up.
     """
     with_grad = torch.is_grad_enabled()
     total, cross_entropy_R = _WeightedCrossEntropy.apply(

@@ -10,6 +10,7 @@ the split, the number of samples and the draws are the run's.
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -43,6 +44,17 @@ DROPPED = (
     "per_split_data_args_path",
 )
 
+MODEL_PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "sequence_parallel",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
+
 
 def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: int) -> list[str]:
     """The command line of an evaluation of the run that was `given` these values.
@@ -50,8 +62,8 @@ def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: 
     Args:
         given: flag name in snake case -> value, from the run's config.yaml.
         options: as parsed by `main`.
-        ranks: ranks that were started. All share a sequence, unless the run's own degree or a flag
-            after `--` says otherwise.
+        ranks: ranks that were started. All share a sequence, unless the run's own degrees fit them
+            or a flag after `--` says otherwise.
     """
     from megatron_bp.arguments.config_file import to_flags
     from megatron_bp.arguments.flags import full_parser
@@ -59,9 +71,11 @@ def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: 
     values = {key: value for key, value in given.items() if key not in DROPPED}
     if values.get("eval_iters") == 0 and options.samples is None:
         raise ValueError("the run never evaluated (eval_iters 0): say how many rows with --samples")
-    if ranks % int(values.get("block_parallel_size", 1)):
+    degrees = ("block_parallel_size", *MODEL_PARALLEL[:2])
+    if ranks % math.prod(int(values.get(name, 1)) for name in degrees):
         values["block_parallel_size"] = ranks
-        values.pop("context_parallel_size", None)
+        for name in ("context_parallel_size", *MODEL_PARALLEL):
+            values.pop(name, None)
     flags = to_flags(values, full_parser(), str(options.checkpoint))
     folder, step = options.checkpoint, None
     if folder.name.startswith("iter_"):

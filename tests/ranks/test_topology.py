@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from cases import Case
+from faults import TOPOLOGY_FAULTS
 from ranks import run_ranks
 from topology import TABLES, Topology, joined, topology_on_rank
 from torch import Tensor
@@ -101,5 +102,25 @@ def check_metrics(results: list[dict[str, Any]], topology: Topology, name: str) 
 def test_a_topology_trains_the_same_model(topology: Topology, name: str) -> None:
     shape = SHAPES_HERE[name]
     results = run_ranks(topology.ranks, topology_on_rank, shape, topology)
+    check_step(joined(results, shape, same), one_rank(name), f"{topology}")
+    check_metrics(results, topology, name)
+
+
+def test_nothing_planted_passes_where_faults_are_planted() -> None:
+    caught_by(None)
+
+
+@pytest.mark.parametrize("fault", TOPOLOGY_FAULTS)
+def test_fault_is_caught(fault: str) -> None:
+    with pytest.raises(AssertionError):
+        caught_by(fault)
+
+
+def caught_by(fault: str | None) -> None:
+    topology, name = Topology(2, tp=2, sequence_parallel=True), "llama"
+    if fault == "tokens of every stage":
+        topology = Topology(2, pp=2)
+    shape = SHAPES_HERE[name]
+    results = run_ranks(topology.ranks, topology_on_rank, shape, topology, fault)
     check_step(joined(results, shape, same), one_rank(name), f"{topology}")
     check_metrics(results, topology, name)
