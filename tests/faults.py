@@ -83,8 +83,11 @@ def _padded_vocabulary(rank: int) -> Any:
     """Megatron's padding takes part in the softmax."""
     from megatron_bp.model import output
 
-    def padded(hidden: Any, weight: Any, labels: Any, weights: Any, vocabulary: int) -> Any:
-        return cross_entropy(hidden, weight, labels, weights, len(weight))
+    def padded(
+        hidden: Any, weight: Any, labels: Any, weights: Any, vocabulary: int, group: Any
+    ) -> Any:
+        ranks = 1 if group is None else group.size()
+        return cross_entropy(hidden, weight, labels, weights, len(weight) * ranks, group=group)
 
     cross_entropy = output.weighted_cross_entropy
     return mock.patch.object(output, "weighted_cross_entropy", padded)
@@ -204,6 +207,66 @@ def _corrupted_stay_away(rank: int) -> Any:
     return stack
 
 
+def _dgrad_twice(rank: int) -> Any:
+    """The hidden rows' gradient is added up over TP twice under sequence parallelism."""
+    from megatron_bp.model import output
+
+    def again(hidden: Any, **more: Any) -> Any:
+        copied = output.copy_to_tensor_model_parallel_region(hidden, group=more["group"])
+        return gather(copied, **more)
+
+    gather = output.gather_from_sequence_parallel_region
+    return mock.patch.object(output, "gather_from_sequence_parallel_region", again)
+
+
+def _dgrad_never(rank: int) -> Any:
+    """Each TP rank keeps its own share of the hidden rows' gradient."""
+    from megatron_bp.model import output
+
+    def only_split(hidden: Any, tensor_parallel_output_grad: bool, group: Any) -> Any:
+        return gather(hidden, tensor_parallel_output_grad=False, group=group)
+
+    gather = output.gather_from_sequence_parallel_region
+    return mock.patch.object(output, "gather_from_sequence_parallel_region", only_split)
+
+
+def _norm_unmarked(rank: int) -> Any:
+    """Norms do not tell that their gradients are partial under sequence parallelism."""
+    from megatron_bp.model import config
+
+    def unmarked(**more: Any) -> Any:
+        norm = local_norm(**more)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = False
+        return norm
+
+    local_norm = config.local_norm
+    return mock.patch.object(config, "local_norm", unmarked)
+
+
+def _every_stage_counts(rank: int) -> Any:
+    """Each pipeline stage adds its micro-batches to the metrics, and so to the token count."""
+    from megatron_bp.training.metrics import Metrics
+
+    def finish(metrics: Any, group: Any, slot: int, job: Any) -> Any:
+        step = finished(metrics, group, slot, job)
+        if step is None:
+            return None
+        stages = job.size() // group.size()
+        return dataclasses.replace(step, clean_tokens=step.clean_tokens * stages)
+
+    finished = Metrics.finish
+    return mock.patch.object(Metrics, "finish", finish)
+
+
+TOPOLOGY_FAULTS: dict[str, Callable[[int], Any]] = {
+    "padded ids in a TP rank's softmax": _padded_vocabulary,
+    "hidden gradient added up twice": _dgrad_twice,
+    "hidden gradient not added up": _dgrad_never,
+    "norm gradients not added up": _norm_unmarked,
+    "tokens of every stage": _every_stage_counts,
+}
+
 FAULTS: dict[str, Callable[[int], Any]] = {
     "leak": _leak,
     "wrong position": _position,
@@ -313,5 +376,5 @@ def plant(name: str | None, rank: int) -> Iterator[None]:
     if name is None:
         yield
         return
-    with (FAULTS | MOE_FAULTS)[name](rank):
+    with (FAULTS | MOE_FAULTS | TOPOLOGY_FAULTS)[name](rank):
         yield

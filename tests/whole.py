@@ -19,6 +19,7 @@ from traffic import Sent, recording
 
 VOCABULARY = 50
 SEED = 5
+FFN = 40
 TOLERANCE = 1e-5
 
 
@@ -97,19 +98,39 @@ SHAPES = {
 }
 
 
-def weights_of(state: dict[str, Tensor]) -> None:
-    """Set every parameter, in place, to values that depend on its name and shape alone."""
+def value_of(name: str, size: torch.Size, vocabulary: int) -> Tensor:
+    """A parameter's value, from its name and shape alone; of a vocabulary, from its true rows."""
+    seed = sum(ord(c) * (i + 1) for i, c in enumerate(name)) % 2**31
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.15
+
+    if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        return torch.cat([normal(vocabulary, *size[1:]), normal(size[0] - vocabulary, *size[1:])])
+    value = normal(*size)
+    return 1 + value if "norm" in name and name.endswith("weight") else value
+
+
+def weights_of(state: dict[str, Tensor], vocabulary: int) -> None:
+    """Set every parameter, in place, to its `value_of`."""
     for name, tensor in state.items():
-        seed = sum(ord(c) * (i + 1) for i, c in enumerate(name)) % 2**31
-        generator = torch.Generator().manual_seed(seed)
-        value = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.15
-        if "norm" in name and name.endswith("weight"):
-            value = 1 + value
-        tensor.copy_(value)
+        tensor.copy_(value_of(name, tensor.shape, vocabulary))
 
 
 def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
     """The model on this rank, wrapped in Megatron's DDP; parallel state stands already."""
+    (model,) = build_chunks(shape, ddp)
+    with torch.no_grad():
+        named = {global_name(name): p for name, p in model.named_parameters()}
+        weights_of(named, shape.vocabulary)
+    return model
+
+
+def build_chunks(
+    shape: Shape, ddp: bool = True, distributed_optimizer: bool = False
+) -> list[torch.nn.Module]:
+    """This rank's chunks of the model, their weights as Megatron starts them."""
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -127,7 +148,7 @@ def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
         "num_attention_heads": gpt.heads,
         "num_query_groups": gpt.groups,
         "kv_channels": gpt.head_dim,
-        "ffn_hidden_size": 40,
+        "ffn_hidden_size": FFN,
         "normalization": gpt.norm,
         "layernorm_epsilon": gpt.eps,
         "gated_linear_unit": gpt.swiglu,
@@ -158,16 +179,14 @@ def build(shape: Shape, ddp: bool = True) -> torch.nn.Module:
         block_parallel_size=bp,
         clean_shard_size=cp,
     )
-    (model,) = BDLMModelBuilder(config).build_distributed_models(
+    chunks: list[torch.nn.Module] = BDLMModelBuilder(config).build_distributed_models(
         ProcessGroupCollection.use_mpu_process_groups(),
-        DistributedDataParallelConfig(use_distributed_optimizer=False),
+        DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer),
         wrap_with_ddp=ddp,
         data_parallel_random_init=False,
         mixed_precision_wrapper=None,
     )
-    with torch.no_grad():
-        weights_of({global_name(name): p for name, p in model.named_parameters()})
-    return model
+    return chunks
 
 
 def global_name(name: str) -> str:
@@ -317,17 +336,7 @@ def step_on_rank(
             micro_batch_size=1,
             forward_only=False,
         )
-    loss, counts = 0.0, []
-    for name, factor in (
-        ("diffusion loss", shape.objective.get("diffusion_weight", 1.0)),
-        ("ar loss", shape.objective.get("ar_weight", 0.0)),
-    ):
-        if name not in losses[0]:
-            continue
-        total = torch.stack([x[name] for x in losses]).sum(0)
-        torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group(True))
-        loss += factor * (total[0] / max(1.0, total[1].item())).item()
-        counts.append(int(total[1]))
+    loss, counts = loss_over_ranks(shape, losses)
     return {
         "loss": loss,
         "count": counts,
@@ -352,6 +361,24 @@ def auxiliary_of(shape: Shape) -> dict[str, list[float]]:
     torch.distributed.all_reduce(sums)
     means = (sums / sums[-1].clamp(min=1)).tolist()
     return {name: means[k] for k, name in enumerate(names[:-1])} | {ROWS: sums[-1].tolist()}
+
+
+def loss_over_ranks(shape: Shape, losses: list[dict[str, Tensor]]) -> tuple[float, list[int]]:
+    """The step's loss and the count of each term, from what the micro-batches reported."""
+    from megatron.core import parallel_state as mpu
+
+    loss, counts = 0.0, []
+    for name, factor in (
+        ("diffusion loss", shape.objective.get("diffusion_weight", 1.0)),
+        ("ar loss", shape.objective.get("ar_weight", 0.0)),
+    ):
+        if name not in losses[0]:
+            continue
+        total = torch.stack([x[name] for x in losses]).sum(0)
+        torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group(True))
+        loss += factor * (total[0] / max(1.0, total[1].item())).item()
+        counts.append(int(total[1]))
+    return loss, counts
 
 
 def draws_of(shape: Shape, case: Case, key: int) -> dict[str, Any]:

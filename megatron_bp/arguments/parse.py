@@ -15,6 +15,7 @@ from megatron_bp.arguments.build import model_config, settings
 from megatron_bp.arguments.command_line import join
 from megatron_bp.arguments.contract import check_contract
 from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
+from megatron_bp.arguments.reshape import check_reshape
 from megatron_bp.arguments.resolved import check_metrics_file, describe, save_resolved
 from megatron_bp.arguments.rules import RefusedError, data_prefixes, refuse, refuse_world
 from megatron_bp.arguments.versions import check_versions
@@ -35,6 +36,7 @@ DEFAULTS: dict[str, str | None] = {
     "--moe-token-dispatcher-type": "alltoall",
     "--exit-signal-handler": None,
     "--async-strategy": "mcore",
+    "--dist-ckpt-optim-fully-reshardable": None,
 }
 
 
@@ -73,6 +75,7 @@ def parse(argv: list[str]) -> Namespace:
             print(f"megatron_bp: {prefix}: {facts}", flush=True)
         check_load(args)
         check_contract(args)
+        check_reshape(args)
         resolved = describe(args, argv)
         if args.print_config:
             if args.rank == 0:

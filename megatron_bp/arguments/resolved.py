@@ -65,13 +65,17 @@ def derived(args: Namespace) -> dict[str, Any]:
     ]
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     itemsize = 2 if args.bf16 else 4
-    row_bytes = 2 * groups * args.kv_channels * itemsize
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    row_bytes = 2 * groups // tp * args.kv_channels * itemsize
     sent = max(s.num_sent for s in shards)
+    layers = -(-args.num_layers // pp)
     return {
         "mode": parallel_mode(bp, cp),
         "ranks_per_sequence": slot,
         "clean_shard_groups": slot // cp,
         "ranks_per_clean_shard_group": cp,
+        "tensor_parallel_size": tp,
+        "pipeline_stages": pp,
         "data_parallel_size": args.data_parallel_size,
         "micro_batches_per_step": args.global_batch_size // args.data_parallel_size,
         "clean_rows_per_sequence": int(np.count_nonzero(plan.scorer >= 0)),
@@ -85,7 +89,7 @@ def derived(args: Namespace) -> dict[str, Any]:
         "true_vocabulary": args.bdlm_vocabulary,
         "padded_vocabulary": args.padded_vocab_size,
         "exchanged_bytes_per_row_and_layer": row_bytes,
-        "exchanged_bytes_per_rank_and_sequence": 3 * args.num_layers * (cp - 1) * sent * row_bytes,
+        "exchanged_bytes_per_rank_and_sequence": 3 * layers * (cp - 1) * sent * row_bytes,
         "loss_divisor": "supervised tokens of the whole step, each term by its own count",
     }
 

@@ -3,11 +3,13 @@
 Checked on the parsed flags before Megatron sees them, before anything is started.
 """
 
+import importlib
 from argparse import Namespace
 from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_bp import cpu
 from megatron_bp.arguments.experts import experts_refusal
 from megatron_bp.parallel.state import parallel_mode
 
@@ -42,13 +44,10 @@ def _parallel(args: Namespace) -> None:
         parallel_mode(args.block_parallel_size, args.context_parallel_size)
     except ValueError as error:
         _no(str(error))
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        if getattr(args, name) > 1:
-            _no(f"--{name.replace('_', '-')} {getattr(args, name)}: not implemented yet; set 1")
+    _tensor_parallel(args)
+    _pipeline(args)
     if (message := experts_refusal(args)) is not None:
         _no(message)
-    if args.use_distributed_optimizer:
-        _no("--use-distributed-optimizer: not implemented yet; leave it out")
     if args.hybrid_context_parallel or args.hierarchical_context_parallel_sizes:
         _no(
             "--hybrid-context-parallel and --hierarchical-context-parallel-sizes shard rows in a "
@@ -78,35 +77,119 @@ def _comm_type(args: Namespace, given: Collection[str]) -> None:
         _no(f"--cp-comm-type {value}: not implemented yet; use all_gather, the default")
 
 
+def _tensor_parallel(args: Namespace) -> None:
+    tp = args.tensor_model_parallel_size
+    if tp < 1:
+        _no(f"--tensor-model-parallel-size {tp}: must be at least 1")
+    if args.sequence_parallel and tp == 1:
+        _no(
+            "--sequence-parallel needs --tensor-model-parallel-size above 1: it shards rows over "
+            "the tensor-parallel ranks; set that, or leave it out"
+        )
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    counts = {
+        "num_attention_heads": args.num_attention_heads,
+        "num_query_groups": groups,
+        "ffn_hidden_size": args.ffn_hidden_size,
+    }
+    for name, count in counts.items():
+        if count is not None and count % tp:
+            _no(
+                f"--{name.replace('_', '-')} {count} with --tensor-model-parallel-size {tp}: each "
+                f"of its ranks takes an equal share of them; choose a degree that divides {count}"
+            )
+    for name in ("defer_embedding_wgrad_compute", "tp_comm_overlap", "use_tp_pp_dp_mapping"):
+        if getattr(args, name):
+            _no(f"--{name.replace('_', '-')}: {_NOT_WITH_US[name]}; leave it out")
+
+
+_NOT_WITH_US = {
+    "defer_embedding_wgrad_compute": "the gradient of the output weight is formed with the loss",
+    "tp_comm_overlap": "its buffers have one size, and row counts vary from sample to sample",
+    "use_tp_pp_dp_mapping": "ranks of a sequence would no longer stand side by side",
+}
+
+
+def _pipeline(args: Namespace) -> None:
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers
+    if pp < 1:
+        _no(f"--pipeline-model-parallel-size {pp}: must be at least 1")
+    uneven = (
+        args.decoder_first_pipeline_num_layers,
+        args.decoder_last_pipeline_num_layers,
+        args.pipeline_model_parallel_layout,
+        args.account_for_embedding_in_pipeline_split or None,
+        args.account_for_loss_in_pipeline_split or None,
+    )
+    by_hand = any(value is not None for value in uneven)
+    if layers is not None and layers % pp and not by_hand:
+        _no(
+            f"--num-layers {layers} with --pipeline-model-parallel-size {pp}: stages hold equally "
+            f"many layers; choose a degree that divides {layers}, or say how many the first or "
+            f"last holds with --decoder-first-pipeline-num-layers"
+        )
+    chunks = args.num_virtual_stages_per_pipeline_rank
+    size = args.num_layers_per_virtual_pipeline_stage
+    if chunks is None and size is None:
+        return
+    if pp == 1:
+        _no(
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
+            "cut a pipeline stage in chunks, and --pipeline-model-parallel-size is 1; leave out"
+        )
+    if layers is not None and not by_hand and (layers // pp) % (size or chunks or 1):
+        _no(
+            f"--num-layers {layers} over {pp} stages makes {layers // pp} layers a stage, which "
+            f"do not divide into chunks: --num-layers-per-virtual-pipeline-stage and "
+            f"--num-virtual-stages-per-pipeline-rank must divide {layers // pp}"
+        )
+
+
 def refuse_world(args: Namespace, world_size: int) -> None:
     """Check the degrees against the number of ranks that were started.
 
     Raises:
         RefusedError: they do not multiply to it.
     """
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     slot = max(args.block_parallel_size, args.context_parallel_size)
-    if world_size % slot:
+    together = tp * pp * slot
+    if world_size % together:
         _no(
-            f"{world_size} ranks were started, and {slot} share a sequence (--block-parallel-size "
-            f"{args.block_parallel_size}, --context-parallel-size {args.context_parallel_size}): "
-            f"start a multiple of {slot} (torchrun --nproc-per-node), or change the degrees"
+            f"{world_size} ranks were started, and {together} work on a sequence "
+            f"(--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
+            f"{slot} of --block-parallel-size {args.block_parallel_size} and "
+            f"--context-parallel-size {args.context_parallel_size}): start a multiple of "
+            f"{together} (torchrun --nproc-per-node), or change a degree"
         )
     if world_size % args.expert_model_parallel_size:
         _no(
             f"--expert-model-parallel-size {args.expert_model_parallel_size}: {world_size} ranks "
             f"were started, and that many share the experts; it must divide them"
         )
-    data = world_size // slot
-    if args.global_batch_size is not None and args.global_batch_size % data:
+    data = world_size // together
+    batch = args.global_batch_size
+    if batch is not None and batch % data:
         _no(
-            f"--global-batch-size {args.global_batch_size}: {world_size} ranks work on {data} "
+            f"--global-batch-size {batch}: {world_size} ranks work on {data} "
             f"sequences at a time; make it a multiple of {data}"
+        )
+    chunks = args.num_virtual_stages_per_pipeline_rank or args.num_layers_per_virtual_pipeline_stage
+    if batch is not None and chunks is not None and (batch // data) % pp:
+        _no(
+            f"--global-batch-size {batch}: interleaved stages take micro-batches in groups of "
+            f"{pp}, and each of {data} data-parallel ranks has {batch // data}; make it a multiple "
+            f"of {data * pp}"
         )
 
 
 def _model(args: Namespace) -> None:
-    if args.transformer_impl != "local":
-        _no(f"--transformer-impl {args.transformer_impl}: not implemented yet; use local")
+    if args.transformer_impl == "transformer_engine":
+        missing = transformer_engine_missing()
+        if missing is not None:
+            _no(f"--transformer-impl transformer_engine: {missing}; use local, which needs nothing")
+    elif args.transformer_impl != "local":
+        _no(f"--transformer-impl {args.transformer_impl}: use local or transformer_engine")
     if args.spec is not None:
         _no(f"--spec {args.spec}: the layer spec is this plugin's own; leave it out")
     if args.attention_backend.name == "local":
@@ -181,7 +264,22 @@ def _model(args: Namespace) -> None:
     if not 0 < args.rotary_percent <= 1:
         _no(f"--rotary-percent {args.rotary_percent}: must be above 0 and at most 1")
     if args.fp8 or args.fp4:
-        _no("--fp8-format / --fp4-format need Transformer Engine, which is not implemented yet")
+        _no("--fp8-format / --fp4-format: not tried with block diffusion; use --bf16")
+
+
+def transformer_engine_missing() -> str | None:
+    """Why Transformer Engine cannot be used here, and the way to it; None if it can."""
+    if cpu.needed():
+        return "its layers run on GPUs alone, and torch finds no CUDA device"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # its own loader raises RuntimeError, OSError and others
+        return (
+            f"Transformer Engine does not import here ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}); install it for this torch and CUDA, "
+            f"`pip install --no-build-isolation transformer-engine[pytorch]`"
+        )
+    return None
 
 
 def _data(args: Namespace) -> None:

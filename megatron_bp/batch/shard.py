@@ -112,12 +112,12 @@ def local_batch(
         return torch.from_numpy(np.concatenate(parts))
 
     def local(term: Term) -> LocalTerm:
-        def rows(column: NDArray[Any]) -> Tensor:
+        def of_rows(column: NDArray[Any]) -> Tensor:
             of_clean = np.where(scorer, column[clean], column.dtype.type(0))
             return join(of_clean, column[length + corrupted])
 
-        count = int(torch.count_nonzero(rows(term.counted)))
-        return LocalTerm(term.name, rows(term.labels), rows(term.weights), count, term.factor)
+        count = int(torch.count_nonzero(of_rows(term.counted)))
+        return LocalTerm(term.name, of_rows(term.labels), of_rows(term.weights), count, term.factor)
 
     return LocalBatch(
         input_ids=join(sample.tokens[clean], corruption.tokens[corrupted]),

@@ -9,11 +9,17 @@ from typing import Any, ClassVar
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
 
 from megatron_bp.attention.core_attention import BlockDiffusionAttention
 from megatron_bp.model.moe import with_block_diffusion_router
+from megatron_bp.model.norm import local_norm
 from megatron_bp.model.rotary import PositionRotary
 from megatron_bp.parallel import state
 
@@ -33,13 +39,36 @@ class BDLMModelConfig(GPTModelConfig):
     clean_shard_size: int = 1
 
 
-def block_diffusion_layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> ModuleSpec:
-    """Megatron's own layer spec for this config, with our core attention and MoE router."""
+def block_diffusion_layer_spec(
+    config: GPTModelConfig, vp_stage: int | None = None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Megatron's own layer spec for this config, with our core attention and MoE router.
+
+    The local spec also gets norms that know sequence parallelism, the final one included.
+    """
     spec = default_layer_spec(config, vp_stage)
+    transformer = config.transformer
+    local = transformer.transformer_impl == "local"
     for layer in getattr(spec, "layer_specs", [spec]):
-        layer.submodules.self_attention.submodules.core_attention = BlockDiffusionAttention
         layer.submodules.mlp = with_block_diffusion_router(layer.submodules.mlp)
-    return spec
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = BlockDiffusionAttention
+        if local:
+            for owner, name in (
+                (layer.submodules, "input_layernorm"),
+                (layer.submodules, "pre_mlp_layernorm"),
+                (attention, "q_layernorm"),
+                (attention, "k_layernorm"),
+            ):
+                if getattr(owner, name) is not IdentityOp:
+                    setattr(owner, name, local_norm)
+    if not local:
+        return spec
+    if isinstance(spec, TransformerBlockSubmodules):
+        spec.layer_norm = local_norm
+        return spec
+    layers = get_num_layers_to_build(transformer, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=local_norm)
 
 
 class BDLMModelBuilder(GPTModelBuilder):
@@ -71,6 +100,9 @@ class BDLMModelBuilder(GPTModelBuilder):
         exists: the place where block parallelism joins that state.
         """
         config = self._model_config
+        # Stages pass on as many rows as the micro-batch has on this rank. Megatron's parser has no
+        # flag for it.
+        config.transformer.variable_seq_lengths = pg_collection.pp.size() > 1
         if not state.block_parallel_is_initialized():
             state.initialize_block_parallel(config.block_parallel_size, config.clean_shard_size)
         state.attach(pg_collection)

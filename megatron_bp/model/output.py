@@ -2,19 +2,30 @@
 
 Logits are made in chunks of rows and never kept: each chunk's gradient is formed at once (as in
 Liger Kernel, arXiv 2410.10989), so the peak is one chunk whatever the number of rows. Ids above the
-true vocabulary, which Megatron pads to a multiple of 128 x TP, take no part in the softmax.
+true vocabulary, which Megatron pads to a multiple of 128 x TP, take no part in the softmax,
+wherever among the TP ranks they fall.
+
+With tensor parallelism each rank has the logits of its ids; one small gather a chunk makes the
+softmax whole. A rank's gradient of the hidden rows is then its ids' share, added up over the TP
+ranks once, at the end: all-reduced, or reduce-scattered where rows are sequence-parallel.
 """
 
-# Shapes: R scored rows (r in a chunk), H hidden size, P padded vocabulary, V true vocabulary.
+# Shapes: R scored rows (r in a chunk), H hidden size, p this rank's padded ids, v its true ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from megatron_bp.batch.shard import LocalTerm
+from megatron_bp.parallel.collectives import all_gather
 
 CHUNK_LOGITS = 1 << 25  # logits a chunk may hold: 128 MiB in float32
 
@@ -70,10 +81,26 @@ class LossHead:
         cross_entropy: float[R] after the forward, detached: of each scored row.
     """
 
-    def __init__(self, scored: Scored, vocabulary: int) -> None:
+    def __init__(
+        self,
+        scored: Scored,
+        vocabulary: int,
+        group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        """Set up for one micro-batch.
+
+        Args:
+            scored: the scored rows, counted before sequence parallelism cuts them.
+            vocabulary: number of true ids.
+            group: the ranks that share the output weight (TP); None for one.
+            sequence_parallel: each of them has a slice of the hidden states.
+        """
         self.scored = scored
         self.vocabulary = vocabulary
         self.cross_entropy: Tensor | None = None
+        self._group = group if group is not None and group.size() > 1 else None
+        self._sequence_parallel = sequence_parallel
 
     def __call__(
         self,
@@ -86,38 +113,62 @@ class LossHead:
         """Sum of scale x weight x cross-entropy over the scored rows.
 
         Args:
-            hidden_states: [S, 1, H].
-            output_layer: holds the output weight [P, H] unless it is tied.
+            hidden_states: [S, 1, H], or [S / TP, 1, H] under sequence parallelism.
+            output_layer: holds this rank's output weight [p, H] unless it is tied.
             output_weight: the tied embedding, or None.
             unused: what else GPTModel offers.
         """
         weight = output_weight if output_weight is not None else output_layer.weight
         assert isinstance(weight, Tensor)
         scored = self.scored
-        hidden_RH = hidden_states[:, 0].index_select(0, scored.rows)
         total, self.cross_entropy = weighted_cross_entropy(
-            hidden_RH, weight, scored.labels, scored.weights * scored.scale, self.vocabulary
+            self._rows(hidden_states),
+            weight,
+            scored.labels,
+            scored.weights * scored.scale,
+            self.vocabulary,
+            group=self._group,
         )
         return total
+
+    def _rows(self, hidden_states: Tensor) -> Tensor:
+        """The scored rows [R, H]; their gradient is added up over the TP ranks on its way back."""
+        rows = self.scored.rows
+        if self._group is None:
+            return hidden_states[:, 0].index_select(0, rows)
+        if self._sequence_parallel:
+            whole = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=self._group
+            )
+            picked: Tensor = whole[:, 0].index_select(0, rows)
+            return picked
+        picked = hidden_states[:, 0].index_select(0, rows)
+        copied: Tensor = copy_to_tensor_model_parallel_region(picked, group=self._group)
+        return copied
 
 
 def weighted_cross_entropy(
     hidden_RH: Tensor,
-    weight_PH: Tensor,
+    weight_pH: Tensor,
     labels_R: Tensor,
     weights_R: Tensor,
     vocabulary: int,
     chunk_logits: int = CHUNK_LOGITS,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum, and what it sums.
 
     ce_r = -log softmax(hidden_r weight[:vocabulary]^T)[labels_r]; the first is the scalar
     sum_r weights_r ce_r, differentiable, the second ce [R], detached. In float32 (float64 for
     float64 inputs). R may be 0: the sum is 0, still differentiable.
+
+    With `group`, rank k of it holds the rows [k p, (k + 1) p) of the weight. Both results are
+    whole and alike on all; the gradient of `hidden_RH` is this rank's share, which the caller adds
+    up.
     """
     with_grad = torch.is_grad_enabled()
     total, cross_entropy_R = _WeightedCrossEntropy.apply(
-        hidden_RH, weight_PH, labels_R, weights_R, vocabulary, chunk_logits, with_grad
+        hidden_RH, weight_pH, labels_R, weights_R, vocabulary, chunk_logits, group, with_grad
     )
     return total, cross_entropy_R
 
@@ -127,52 +178,77 @@ class _WeightedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_RH: Tensor,
-        weight_PH: Tensor,
+        weight_pH: Tensor,
         labels_R: Tensor,
         weights_R: Tensor,
         vocabulary: int,
         chunk_logits: int,
+        group: dist.ProcessGroup | None,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if hidden_RH.dtype == torch.float64 else torch.float32
-        weight_VH = weight_PH[:vocabulary]
+        first_id = 0 if group is None else group.rank() * len(weight_pH)
+        true_ids = min(max(vocabulary - first_id, 0), len(weight_pH))
+        weight_vH = weight_pH[:true_ids]
         cross_entropy_R = hidden_RH.new_empty(len(hidden_RH), dtype=wide)
         dhidden_RH = torch.empty_like(hidden_RH) if with_grad else None
-        dweight_PH = torch.zeros_like(weight_PH, dtype=wide) if with_grad else None
-        step = max(1, chunk_logits // vocabulary)
+        dweight_pH = torch.zeros_like(weight_pH, dtype=wide) if with_grad else None
+        step = max(1, chunk_logits // min(vocabulary, len(weight_pH)))  # the same on all ranks
         for first in range(0, len(hidden_RH), step):
             rows = slice(first, first + step)
-            hidden_rH, labels_r1 = hidden_RH[rows], labels_R[rows, None]
+            hidden_rH, labels_r1 = hidden_RH[rows], labels_R[rows, None] - first_id
             factor_r1 = weights_R[rows, None].to(wide)
-            logits_rV = (hidden_rH @ weight_VH.mT).to(wide)
-            lse_r1 = torch.logsumexp(logits_rV, -1, keepdim=True)
-            cross_entropy_R[rows] = (lse_r1 - logits_rV.gather(1, labels_r1))[:, 0]
-            if dhidden_RH is None or dweight_PH is None:
+            logits_rv = (hidden_rH @ weight_vH.mT).to(wide)
+            lse_r1 = torch.logsumexp(logits_rv, -1, keepdim=True)
+            label_logit_r1, here_r1 = _logit_of_label(logits_rv, labels_r1)
+            if group is not None:
+                lse_r1, label_logit_r1 = _whole_softmax(lse_r1, label_logit_r1, group)
+            cross_entropy_R[rows] = (lse_r1 - label_logit_r1)[:, 0]
+            if dhidden_RH is None or dweight_pH is None:
                 continue
-            dlogits_rV = logits_rV.sub_(lse_r1).exp_()
-            dlogits_rV.scatter_add_(1, labels_r1, torch.full_like(factor_r1, -1.0))
-            dlogits_rV = dlogits_rV.mul_(factor_r1).to(hidden_RH.dtype)
-            dhidden_RH[rows] = dlogits_rV @ weight_VH
-            if dweight_PH.dtype == hidden_RH.dtype:
-                dweight_PH[:vocabulary].addmm_(dlogits_rV.mT, hidden_rH)
+            dlogits_rv = logits_rv.sub_(lse_r1).exp_()
+            if true_ids > 0:
+                labels_r1 = labels_r1.clamp(0, true_ids - 1)
+                dlogits_rv.scatter_add_(1, labels_r1, -here_r1.to(wide))
+            dlogits_rv = dlogits_rv.mul_(factor_r1).to(hidden_RH.dtype)
+            dhidden_RH[rows] = dlogits_rv @ weight_vH
+            if dweight_pH.dtype == hidden_RH.dtype:
+                dweight_pH[:true_ids].addmm_(dlogits_rv.mT, hidden_rH)
             else:
-                dweight_PH[:vocabulary] += dlogits_rV.mT @ hidden_rH
-        if dhidden_RH is not None and dweight_PH is not None:
-            ctx.save_for_backward(dhidden_RH, dweight_PH.to(weight_PH.dtype))
+                dweight_pH[:true_ids] += dlogits_rv.mT @ hidden_rH
+        if dhidden_RH is not None and dweight_pH is not None:
+            ctx.save_for_backward(dhidden_RH, dweight_pH.to(weight_pH.dtype))
         ctx.mark_non_differentiable(cross_entropy_R)
         total = (weights_R.to(torch.float64) * cross_entropy_R).sum().to(wide)
         return total, cross_entropy_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden_RH, dweight_PH = ctx.saved_tensors
+        dhidden_RH, dweight_pH = ctx.saved_tensors
         scale = grads[0]
+        nothing = (None,) * 6
         return (
             dhidden_RH * scale.to(dhidden_RH.dtype),
-            dweight_PH * scale.to(dweight_PH.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
+            dweight_pH * scale.to(dweight_pH.dtype),
+            *nothing,
         )
+
+
+def _logit_of_label(logits_rv: Tensor, labels_r1: Tensor) -> tuple[Tensor, Tensor]:
+    """[r, 1]: the label's logit where this rank has its id, else 0; and whether it has."""
+    ids = logits_rv.shape[1]
+    here_r1 = (labels_r1 >= 0) & (labels_r1 < ids)
+    if ids == 0:
+        return logits_rv.new_zeros(labels_r1.shape), here_r1
+    logit_r1 = logits_rv.gather(1, labels_r1.clamp(0, ids - 1))
+    return torch.where(here_r1, logit_r1, 0.0), here_r1
+
+
+def _whole_softmax(
+    lse_r1: Tensor, label_logit_r1: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Both over the ids of all ranks, in rank order: the same bits on each."""
+    pending, _ = all_gather(torch.cat([lse_r1, label_logit_r1], dim=1), group)
+    every_kr2 = pending.wait()
+    lse_r = torch.logsumexp(every_kr2[:, :, 0], 0)
+    return lse_r[:, None], every_kr2[:, :, 1].sum(0)[:, None]

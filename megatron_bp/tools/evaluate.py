@@ -43,6 +43,17 @@ DROPPED = (
     "per_split_data_args_path",
 )
 
+MODEL_PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "sequence_parallel",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
+
 
 def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: int) -> list[str]:
     """The command line of an evaluation of the run that was `given` these values.
@@ -50,8 +61,8 @@ def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: 
     Args:
         given: flag name in snake case -> value, from the run's config.yaml.
         options: as parsed by `main`.
-        ranks: ranks that were started. All share a sequence, unless the run's own degree or a flag
-            after `--` says otherwise.
+        ranks: ranks that were started. All share a sequence, unless the run's own degrees fit them
+            or a flag after `--` says otherwise.
     """
     from megatron_bp.arguments.config_file import to_flags
     from megatron_bp.arguments.flags import full_parser
@@ -59,10 +70,9 @@ def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: 
     values = {key: value for key, value in given.items() if key not in DROPPED}
     if values.get("eval_iters") == 0 and options.samples is None:
         raise ValueError("the run never evaluated (eval_iters 0): say how many rows with --samples")
-    degrees = [int(values.get(f"{name}_parallel_size") or 1) for name in ("block", "context")]
-    if ranks % max(degrees):
+    if ranks % _together(values):
         values["block_parallel_size"] = ranks
-        for name in ("context_parallel_size", "cp_comm_type"):
+        for name in ("context_parallel_size", "cp_comm_type", *MODEL_PARALLEL):
             values.pop(name, None)
     flags = to_flags(values, full_parser(), str(options.checkpoint))
     folder, step = options.checkpoint, None
@@ -79,12 +89,20 @@ def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: 
     return [*flags, *options.more]
 
 
+def _together(values: dict[str, Any]) -> int:
+    """Ranks that work on one sequence under these flags."""
+    degree = {
+        name: int(values.get(f"{name}_parallel_size") or 1)
+        for name in ("block", "context", "tensor_model", "pipeline_model")
+    }
+    return (
+        max(degree["block"], degree["context"]) * degree["tensor_model"] * degree["pipeline_model"]
+    )
+
+
 def _batches(samples: int, given: dict[str, Any], values: dict[str, Any], ranks: int) -> list[str]:
     """Flags that read `samples` rows in steps no larger than the run's own."""
-    slot = max(
-        int(values.get(name, 1)) for name in ("block_parallel_size", "context_parallel_size")
-    )
-    at_once = ranks // slot
+    at_once = max(1, ranks // _together(values))
     if samples < 1 or samples % at_once:
         raise ValueError(
             f"--samples {samples}: {ranks} ranks work on {at_once} rows at a time; give a positive "

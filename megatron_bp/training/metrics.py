@@ -67,9 +67,9 @@ class Step:
         bins: mean cross-entropy of scored rows by probability of corruption; None where no row.
         corrupted, scored, rows: rows whose token was corrupted, that carry a loss, in all.
         clean_tokens: tokens of the samples, counted once.
-        bytes_sent: by all ranks, in the exchange of clean K/V.
+        bytes_sent: by all ranks of the job, in the exchange of clean K/V.
         balance: worst / mean cost of a rank; see `_balance`.
-        seconds: from its first forward to its end.
+        seconds: from its first forward to its end, on the rank that takes longest.
         memory: bytes at the peak, of the rank that holds most.
         samples: float64[samples, 3], of each micro-batch over the ranks that share it, in the order
             of the samples: sum and count of the first term, and bytes of text.
@@ -123,19 +123,27 @@ class _Pile:
     exchanges: list[CleanExchange] = field(default_factory=list)
     bytes_of_text: list[float] = field(default_factory=list)
     costs: list[int] = field(default_factory=list)
-    began: float = 0.0
+    began: float | None = None
 
 
 class Metrics:
-    """Collects micro-batches; `finish` adds them up over the ranks."""
+    """Collects micro-batches; `finish` adds them up over the ranks.
+
+    With pipeline stages only the last knows a loss, and it alone counts rows and tokens (`add`);
+    what is sent between ranks comes from every stage (`sending`).
+    """
 
     def __init__(self) -> None:
         self._pile = _Pile()
 
     def begin(self) -> None:
         """A micro-batch begins; the first one of a step starts its clock."""
-        if not self._pile.counted:
+        if self._pile.began is None:
             self._pile.began = time.perf_counter()
+
+    def sending(self, exchange: CleanExchange) -> None:
+        """What `add` is for a stage that has no loss."""
+        self._pile.exchanges.append(exchange)
 
     def add(
         self,
@@ -165,15 +173,27 @@ class Metrics:
         """Forget what was collected."""
         self._pile = _Pile()
 
-    def finish(self, group: dist.ProcessGroup, slot: int) -> Step | None:
-        """The step that ends now; None if this rank had no micro-batch. Collective.
+    def finish(
+        self, group: dist.ProcessGroup, slot: int, job: dist.ProcessGroup | None = None
+    ) -> Step | None:
+        """The step that ends now; None if this rank had no micro-batch or no loss. Collective.
 
         Args:
             group: ranks that share the step's samples and rows, those of a slot side by side.
             slot: ranks of a slot.
+            job: all ranks, other stages and TP peers included; None if those of `group` are all.
         """
-        seconds = time.perf_counter() - self._pile.began
         pile, self._pile = self._pile, _Pile()
+        if pile.began is None:
+            return None
+        of_rank = [
+            sum(e.bytes_sent for e in pile.exchanges),
+            time.perf_counter() - pile.began,
+            torch.cuda.max_memory_allocated(),
+        ]
+        device = torch.cuda.current_device()
+        everywhere = torch.tensor(of_rank, dtype=torch.float64, device=device)
+        of_job = gather_numbers(everywhere, group if job is None else job).cpu()
         if not pile.counted:
             return None
         terms = pile.counted[0].terms
@@ -184,8 +204,6 @@ class Metrics:
             sum(c.scored for c in pile.counted),
             sum(c.rows for c in pile.counted),
             sum(c.clean_tokens for c in pile.counted),
-            sum(e.bytes_sent for e in pile.exchanges),
-            torch.cuda.max_memory_allocated(),
         ]
         by_sample = torch.stack([s.by_term[0] for s in pile.sums])
         vector = torch.cat(
@@ -202,7 +220,7 @@ class Metrics:
             ]
         )
         every = gather_numbers(vector, group).cpu()
-        parts = every.split([len(terms)] * 2 + [BINS] * 2 + [6] + [len(by_sample)] * 4, dim=1)
+        parts = every.split([len(terms)] * 2 + [BINS] * 2 + [4] + [len(by_sample)] * 4, dim=1)
         loss_sum, count, bin_loss, bin_rows = (part.sum(0).tolist() for part in parts[:4])
         whole = parts[4].sum(0).tolist()
         names = [name for name, _ in terms]
@@ -217,10 +235,10 @@ class Metrics:
             scored=int(whole[1]),
             rows=int(whole[2]),
             clean_tokens=int(whole[3]),
-            bytes_sent=int(whole[4]),
+            bytes_sent=int(of_job[:, 0].sum()),
             balance=_balance(parts[8], slot),
-            seconds=seconds,
-            memory=int(parts[4][:, 5].max()),
+            seconds=float(of_job[:, 1].max()),
+            memory=int(of_job[:, 2].max()),
             samples=torch.stack([_by_sample(part, slot) for part in parts[5:8]], dim=1),
         )
 

@@ -69,7 +69,7 @@ class Recorder:
         def training_log(*args: Any, **kwargs: Any) -> Any:
             given = log_signature.bind(*args, **kwargs)
             values = given.arguments
-            step = self._metrics.finish(group(), slot)
+            step = self._metrics.finish(group(), slot, dist.group.WORLD)
             auxiliary = self._auxiliary.finish() if self._auxiliary is not None else {}
             if step is not None:
                 self._train(step, values, auxiliary)
@@ -81,7 +81,7 @@ class Recorder:
             values = evaluation_signature.bind(*args, **kwargs).arguments
             self._metrics.drop()
             result = evaluation(*args, **kwargs)
-            step = self._metrics.finish(group(), slot)
+            step = self._metrics.finish(group(), slot, dist.group.WORLD)
             if step is not None and not self._whole(len(step.samples)):
                 print(" evaluation cut short (time limit): no row is written", flush=True)
             elif step is not None:

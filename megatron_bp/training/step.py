@@ -12,7 +12,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from megatron_bp.attention.core_attention import layer_windows
+from megatron_bp.attention.core_attention import layer_window
 from megatron_bp.attention.exchange import CleanExchange
 from megatron_bp.attention.kernels import tiled
 from megatron_bp.attention.layout import Layout
@@ -69,32 +69,41 @@ def make_layout(batch: LocalBatch, group: torch.distributed.ProcessGroup, device
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """What the model made of this rank's rows of a micro-batch.
+    """What the model, or a pipeline stage of it, made of this rank's rows of a micro-batch.
 
     Attributes:
-        output: scalar with gradient, the loss sum over all terms.
+        output: scalar with gradient, the loss sum over all terms; hidden states in all stages but
+            the last.
         batch, layout: the rows, and how attention saw them.
-        head: knows the cross-entropy of each scored row.
+        head: knows the cross-entropy of each scored row; None in all stages but the last.
         slot_rank: rank inside the slot.
     """
 
     output: Tensor
     batch: LocalBatch
     layout: Layout
-    head: LossHead
+    head: LossHead | None
     slot_rank: int
 
 
 def run_model(micro: MicroBatch, vocabulary: int, model: torch.nn.Module) -> Forward:
-    """The model on this rank's rows of a micro-batch."""
-    groups = get_attr_wrapped_model(model, "pg_collection")
+    """The model, or the stage of it that `model` is, on this rank's rows of a micro-batch."""
+    groups, config = get_attr_wrapped_model(model, "pg_collection"), get_model_config(model)
     device = next(model.parameters()).device
     rank = int(groups.slot.rank())
-    config = get_model_config(model)
-    windows = layer_windows(config)
-    batch = local_batch(micro.sample, micro.plan, micro.corruption, rank, windows)
+    batch = local_batch(
+        micro.sample,
+        micro.plan,
+        micro.corruption,
+        rank,
+        stage_windows(model),
+        groups.tp.size() if config.sequence_parallel else 1,
+    )
     layout = make_layout(batch, groups.clean_shard, device)
-    head = LossHead(scored_rows(batch.terms, micro.scales.scales).to(device), vocabulary)
+    head = None
+    if get_attr_wrapped_model(model, "post_process"):
+        scored = scored_rows(batch.terms, micro.scales.scales).to(device)
+        head = LossHead(scored, vocabulary, groups.tp, config.sequence_parallel)
     uncounted = None
     if config.num_moe_experts is not None:
         uncounted = ~batch.own_rows.to(device)[None]
@@ -111,6 +120,13 @@ def run_model(micro: MicroBatch, vocabulary: int, model: torch.nn.Module) -> For
     return Forward(output, batch, layout, head, rank)
 
 
+def stage_windows(model: torch.nn.Module) -> tuple[int | None, ...]:
+    """The distinct windows of the layers that are here, numbered through all stages."""
+    layers = get_attr_wrapped_model(model, "decoder").layers
+    windows = {layer_window(layer.config, layer.layer_number) for layer in layers}
+    return tuple(sorted(windows, key=lambda window: (window is not None, window or 0)))
+
+
 def forward_step(
     settings: StepSettings, data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
 ) -> tuple[Tensor, Any]:
@@ -124,6 +140,10 @@ def forward_step(
         next(model.parameters()).device,
     )
     forward = run_model(micro, settings.objective.vocabulary, model)
+    if forward.head is None:
+        if settings.metrics is not None:
+            settings.metrics.sending(forward.layout.exchange)
+        return forward.output, None  # Megatron asks for the loss in the last stage alone
     sums = measure(forward.batch, forward.head)
     if settings.nonfinite is not None:
         settings.nonfinite.check(forward.output, micro.sample, model.training)

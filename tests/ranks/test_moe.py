@@ -225,7 +225,7 @@ def first_experts(rank: int, world: int, ep: int) -> dict[str, Tensor]:
     mpu.initialize_model_parallel(context_parallel_size=world, expert_model_parallel_size=ep)
     whole.SLOT, whole.EXPERTS = world, 4
     torch.manual_seed(7)
-    nothing = SimpleNamespace(weights_of=lambda state: None)
+    nothing = SimpleNamespace(weights_of=lambda *state: None)
     whole.weights_of = nothing.weights_of
     model = whole.build(MOE["balance loss"])
     return whole.by_global_name(model, lambda p: p.detach().clone())

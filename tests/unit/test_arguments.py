@@ -379,15 +379,41 @@ REFUSED = [
     ("--block-parallel-size 4 --context-parallel-size 3", "CP must be 1, BP or a divisor of BP"),
     ("--block-parallel-size 2 --context-parallel-size 4", "CP must be 1, BP or a divisor of BP"),
     ("--block-parallel-size 0", "parallel degrees must be at least 1, got BP 0"),
-    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: not implemented"),
-    ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: not implemented"),
-    ("--use-distributed-optimizer", "--use-distributed-optimizer: not implemented"),
+    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be at least 1"),
+    (
+        "--tensor-model-parallel-size 3 --num-attention-heads 4",
+        "--num-attention-heads 4 with --tensor-model-parallel-size 3",
+    ),
+    (
+        "--tensor-model-parallel-size 4 --num-attention-heads 4 --group-query-attention "
+        "--num-query-groups 2",
+        "--num-query-groups 2 with --tensor-model-parallel-size 4",
+    ),
+    (
+        "--tensor-model-parallel-size 2 --ffn-hidden-size 51",
+        "--ffn-hidden-size 51 with --tensor-model-parallel-size 2",
+    ),
+    ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size above 1"),
+    ("--defer-embedding-wgrad-compute", "--defer-embedding-wgrad-compute: the gradient"),
+    ("--tp-comm-overlap", "--tp-comm-overlap: its buffers have one size"),
+    ("--use-tp-pp-dp-mapping", "--use-tp-pp-dp-mapping: ranks of a sequence"),
+    ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: must be at least 1"),
+    (
+        "--pipeline-model-parallel-size 3 --num-layers 2",
+        "--num-layers 2 with --pipeline-model-parallel-size 3",
+    ),
+    ("--num-virtual-stages-per-pipeline-rank 2", "cut a pipeline stage in chunks"),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers 2 --num-layers-per-virtual-pipeline-stage 2",
+        "makes 1 layers a stage",
+    ),
     ("--hybrid-context-parallel", "--hybrid-context-parallel"),
     ("--hierarchical-context-parallel-sizes 2 2", "--hierarchical-context-parallel-sizes"),
     ("--use-megatron-fsdp", "--use-megatron-fsdp: not implemented"),
     ("--use-torch-fsdp2", "--use-torch-fsdp2: not implemented"),
     ("--micro-batch-size 2", "--micro-batch-size 2: a micro-batch is one packed row"),
-    ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
+    ("--transformer-impl transformer_engine", "transformer_engine: its layers run on GPUs alone"),
+    ("--transformer-impl inference_optimized", "use local or transformer_engine"),
     ("--spec a b", "--spec ['a', 'b']"),
     ("--attention-backend local", "--attention-backend local"),
     ("--attention-backend flash", "--attention-backend flash: chooses among"),
@@ -471,15 +497,28 @@ def test_refused_without(data: str, without: str, words: str) -> None:
     assert words in message
 
 
+DEGREES = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --block-parallel-size 2"
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("flags", "world_size", "words"),
     [
         ("", 1, None),
         ("--block-parallel-size 2 --global-batch-size 6", 4, None),
-        ("--block-parallel-size 2", 1, "1 ranks were started, and 2 share a sequence"),
+        ("--block-parallel-size 2", 1, "1 ranks were started, and 2 work on a sequence"),
         ("--block-parallel-size 2", 3, "start a multiple of 2"),
         ("--block-parallel-size 2 --global-batch-size 5", 4, "make it a multiple of 2"),
+        (f"{DEGREES} --global-batch-size 2", 16, None),
+        (DEGREES, 4, "4 ranks were started, and 8 work on a sequence"),
+        (DEGREES, 12, "start a multiple of 8"),
+        (f"{DEGREES} --global-batch-size 3", 16, "make it a multiple of 2"),
+        (
+            f"{DEGREES} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
+            f"--global-batch-size 6",
+            16,
+            "make it a multiple of 4",
+        ),
     ],
 )
 def test_degrees_are_held_against_the_ranks_that_were_started(
