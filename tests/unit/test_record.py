@@ -47,7 +47,8 @@ class FakeMetrics:
     def drop(self) -> None:
         self.dropped += 1
 
-    def finish(self, group: Any, slot: int) -> Step:
+    def finish(self, group: Any, slot: int, job: Any) -> Step:
+        assert job is torch.distributed.group.WORLD
         assert (group, slot) == ("the group", 2)
         return step_of(self.value, self.count)
 
