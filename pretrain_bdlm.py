@@ -49,7 +49,11 @@ def main(argv: list[str] | None = None) -> None:
         # Every evaluation reads the same rows from the first, also after a resume with other flags.
         args.consumed_valid_samples = 0
         config = arguments.dataset_config(args)
-        return build_datasets(config, sizes, arguments.evaluation_samples(args), args.eval_draws)
+        try:
+            samples = arguments.evaluation_samples(args)
+            return build_datasets(config, sizes, samples, args.eval_draws)
+        except ValueError as error:
+            arguments.fail(str(error), error)
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own
     with saving.errors_told(args):

@@ -14,7 +14,7 @@ from megatron_bp.arguments.build import (
 )
 from megatron_bp.arguments.config_file import ConfigError
 from megatron_bp.arguments.contract import ContractError
-from megatron_bp.arguments.parse import parse, resolve
+from megatron_bp.arguments.parse import fail, parse, resolve
 from megatron_bp.arguments.rules import RefusedError
 from megatron_bp.arguments.versions import VersionError
 
@@ -26,6 +26,7 @@ __all__ = [
     "auxiliary",
     "dataset_config",
     "evaluation_samples",
+    "fail",
     "metrics_path",
     "model_config",
     "nonfinite",

@@ -31,6 +31,8 @@ def given_values(argv: list[str], parser: argparse.ArgumentParser) -> dict[str, 
         if action is None or not token.startswith("--"):
             continue
         key = option[2:].replace("-", "_")
+        if key == "print_config":
+            continue  # of this look at the run, not of the run
         value = True if action.nargs == 0 else values[action.dest]
         plain = isinstance(value, bool | int | float | str) and not isinstance(value, Enum)
         if action.nargs is None and not plain:  # a signal is a number and an Enum

@@ -125,8 +125,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    keys = [
+        key.value if key.tag.endswith(":merge") else loader.construct_object(key, deep=True)
+        for key, _ in node.value
+    ]
     for key in keys:
+        if key == "<<":
+            problem = "merge keys are not read; put what is shared in a file and `include:` it"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if not isinstance(key, str):
             problem = f"the key {key!r} is not a name"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
@@ -138,4 +144,16 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     }
 
 
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """A whole number; YAML 1.1 reads 010 as 8 and 1:04 as 64, which nobody means."""
+    text = str(node.value)
+    digits = text.lstrip("+-")
+    if ":" in text or (digits[0] == "0" and digits.strip("0_").isdigit()):
+        problem = f"the number {text} could be meant in two ways; write it in decimal"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    number: int = loader.construct_yaml_int(node)
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)

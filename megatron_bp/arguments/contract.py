@@ -9,6 +9,35 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+# What the weights, and the optimizer's state of them, mean.
+MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "qk_layernorm",
+    "swiglu",
+    "squared_relu",
+    "attention_output_gate",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "no_rope_freq",
+    "window_size",
+    "window_attn_skip_freq",
+    "optimizer",
+    "bf16",
+)
 FIELDS = (
     "objective",
     "diffusion_block_size",
@@ -25,10 +54,21 @@ FIELDS = (
     "clean_relation",
     "own_relation",
     "untie_embeddings_and_output_weights",
+    *MODEL,
 )
 
 # What a run may change on the way, but should not change without a word.
-TOLD = ("seed", "bdlm_seq_length", "split")
+TOLD = (
+    "seed",
+    "bdlm_seq_length",
+    "split",
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
 SHOWN = {"bdlm_seq_length": "--seq-length", "bdlm_vocabulary": "the tokenizer's vocabulary"}
 
 
@@ -51,8 +91,8 @@ def check_contract(args: Namespace) -> None:
     changed = differences(saved, args, TOLD)
     if changed and args.rank == 0 and goes_on and not args.finetune:
         print(
-            f"megatron_bp: goes on from {folder} with {_told(changed)}: order of the data, noise "
-            f"and rows of evaluation are others from here on",
+            f"megatron_bp: goes on from {folder} with {_told(changed)}: the data, their order, "
+            f"noise or the rows of evaluations are others from here on",
             flush=True,
         )
     found = differences(saved, args)
@@ -83,7 +123,7 @@ def differences(
     found = []
     for name in fields:
         if hasattr(saved, name):
-            old, new = getattr(saved, name), getattr(args, name)
+            old, new = getattr(saved, name), getattr(args, name, None)
             if _plain(old) != _plain(new):
                 found.append((name, old, new))
     return found

@@ -3,6 +3,7 @@
 Config file and command line -> one list of flags -> what is derived -> what is refused -> Megatron.
 """
 
+import contextlib
 import os
 import sys
 import traceback
@@ -14,10 +15,11 @@ from megatron_bp import cpu
 from megatron_bp.arguments.build import model_config, settings
 from megatron_bp.arguments.command_line import join
 from megatron_bp.arguments.contract import check_contract
+from megatron_bp.arguments.data_paths import data_prefixes
 from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
 from megatron_bp.arguments.reshape import check_reshape
-from megatron_bp.arguments.resolved import check_metrics_file, describe, save_resolved
-from megatron_bp.arguments.rules import RefusedError, data_prefixes, refuse, refuse_world
+from megatron_bp.arguments.resolved import check_writable, describe, save_resolved
+from megatron_bp.arguments.rules import RefusedError, refuse, refuse_world
 from megatron_bp.arguments.versions import check_versions
 from megatron_bp.data.checks import check_indexed
 from megatron_bp.training.saving import check_load
@@ -54,10 +56,13 @@ def parse(argv: list[str]) -> Namespace:
         check_versions()
         flags, real_length, clean_shard_size = resolve(argv, int(os.environ.get("WORLD_SIZE", "1")))
         before, sys.argv = sys.argv, [sys.argv[0], *flags]
+        # Megatron prints a thousand lines, and --print-config is to be a file of its own.
+        told = sys.stderr if "--print-config" in flags else sys.stdout
         try:
-            args: Namespace = megatron.parse_and_validate_args(
-                extra_args_provider=add_block_diffusion_flags
-            )
+            with contextlib.redirect_stdout(told):
+                args: Namespace = megatron.parse_and_validate_args(
+                    extra_args_provider=add_block_diffusion_flags
+                )
         except (AssertionError, ValueError, NotImplementedError):
             raise
         except Exception as error:  # whatever it is, it comes of the arguments and starts nothing
@@ -69,10 +74,11 @@ def parse(argv: list[str]) -> Namespace:
         args.bdlm_vocabulary = get_tokenizer().vocab_size
         _check_vocabulary(args)
         model_config(args).finalize()  # for its last checks; the run builds its own
-        check_metrics_file(args)
+        check_writable(args)
         for prefix in data_prefixes(args) if args.rank == 0 else ():
-            facts = check_indexed(prefix, args.bdlm_vocabulary)
-            print(f"megatron_bp: {prefix}: {facts}", flush=True)
+            mask = args.mask_token_id if args.noise == "absorbing" else None
+            facts = check_indexed(prefix, args.bdlm_vocabulary, mask)
+            print(f"megatron_bp: {prefix}: {facts}", file=told, flush=True)
         check_load(args)
         check_contract(args)
         check_reshape(args)
@@ -83,9 +89,9 @@ def parse(argv: list[str]) -> Namespace:
             raise SystemExit(0)
         save_resolved(args, resolved)
     except (ValueError, NotImplementedError) as error:
-        _fail(str(error), error)
+        fail(str(error), error)
     except AssertionError as error:
-        _fail(f"Megatron refuses these arguments: {_assertion(error)}", error)
+        fail(f"Megatron refuses these arguments: {_assertion(error)}", error)
     return args
 
 
@@ -105,7 +111,10 @@ def resolve(argv: list[str], world_size: int | None = None) -> tuple[list[str], 
     for name, value in (DEFAULTS | (cpu.FLAGS if cpu.needed() else {})).items():
         if name not in given:
             flags += [name] if value is None else [name, value]
-    args = parser.parse_args(flags)
+    try:
+        args = parser.parse_args(flags)
+    except KeyError as error:  # a signal, say, that is none
+        raise RefusedError(f"{error.args[0]!r} is not a value of its flag; see --help") from error
     if "--context-parallel-size" not in given:
         args.context_parallel_size = args.block_parallel_size
     refuse(args, given)
@@ -155,7 +164,7 @@ def _check_vocabulary(args: Namespace) -> None:
     settings(args)  # the objective checks the rest
 
 
-def _fail(message: str, error: Exception) -> NoReturn:
+def fail(message: str, error: Exception) -> NoReturn:
     """One clear line from the first rank of each node, and exit status 2 on all."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"pretrain_bdlm.py: error: {message}", file=sys.stderr, flush=True)

@@ -115,27 +115,34 @@ def save_resolved(args: Namespace, text: str) -> None:
         ) from error
 
 
-def check_metrics_file(args: Namespace) -> None:
-    """Check that --metrics-file can be written, before anything is started.
+def check_writable(args: Namespace) -> None:
+    """Check that --metrics-file and --data-cache-path can be written, before anything is started.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: one cannot.
     """
-    if args.metrics_file is None or args.rank != 0:
+    if args.rank != 0:
         return
-    path = Path(args.metrics_file)
-    try:
-        new = not path.exists()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8"):
-            pass
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"--metrics-file {path}: cannot be written ({error.strerror}); choose a file in a "
-            f"folder that can"
-        ) from error
+    files = {"--metrics-file": args.metrics_file}
+    if args.data_cache_path is not None:
+        files["--data-cache-path"] = str(Path(args.data_cache_path) / "megatron_bp.writable")
+    for flag, path in files.items():
+        try:
+            if path is not None:
+                _try_to_write(Path(path))
+        except OSError as error:
+            raise ValueError(
+                f"{flag} {path}: cannot be written ({error.strerror}); choose a place that can"
+            ) from error
+
+
+def _try_to_write(path: Path) -> None:
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8"):
+        pass
+    if new:
+        path.unlink()
 
 
 def _plain(value: Any) -> Any:

@@ -4,13 +4,16 @@ Checked on the parsed flags before Megatron sees them, before anything is starte
 """
 
 import importlib
+import signal
 from argparse import Namespace
 from collections.abc import Collection
-from pathlib import Path
 from typing import NoReturn
 
 from megatron_bp import cpu
+from megatron_bp.arguments.data_paths import data_prefixes, missing_files
 from megatron_bp.arguments.experts import experts_refusal
+from megatron_bp.arguments.flags import full_parser
+from megatron_bp.arguments.ranges import out_of_range
 from megatron_bp.parallel.state import parallel_mode
 
 
@@ -29,9 +32,12 @@ def refuse(args: Namespace, given: Collection[str] = ()) -> None:
     Raises:
         RefusedError: with the reason.
     """
+    for message in out_of_range(args, full_parser()):
+        _no(message)
     _parallel(args)
     _comm_type(args, given)
     _model(args)
+    _training(args)
     _data(args)
 
 
@@ -259,6 +265,7 @@ def _model(args: Namespace) -> None:
             f"--window-size {args.window_size}: the first number is the window minus 1, at least "
             f"0; the second, tokens to the right, must be 0: what a row sees there is its block's"
         )
+    _heads(args)
     if args.qk_l2_norm:
         _no("--qk-l2-norm: Megatron's local layer spec leaves it out; use --qk-layernorm")
     if not 0 < args.rotary_percent <= 1:
@@ -282,6 +289,46 @@ def transformer_engine_missing() -> str | None:
     return None
 
 
+def _heads(args: Namespace) -> None:
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if heads is None or args.hidden_size is None:
+        return  # Megatron names what is missing
+    if args.group_query_attention and heads % groups:
+        _no(
+            f"--num-query-groups {groups}: {heads} query heads (--num-attention-heads) cannot be "
+            f"shared out evenly; choose a divisor of {heads}"
+        )
+    if args.kv_channels is None and args.hidden_size % heads:
+        _no(
+            f"--hidden-size {args.hidden_size} with --num-attention-heads {heads}: does not "
+            f"divide; change one, or give the size of a head with --kv-channels"
+        )
+    dim = int((args.kv_channels or args.hidden_size // heads) * args.rotary_percent)
+    if args.position_embedding_type == "rope" and (dim < 2 or dim % 2):
+        _no(
+            f"rotary turns pairs of {dim} channels a head: make that an even number, at least 2 "
+            f"(--kv-channels, or --hidden-size / --num-attention-heads, x --rotary-percent)"
+        )
+
+
+def _training(args: Namespace) -> None:
+    if args.optimizer not in ("adam", "sgd"):
+        _no(f"--optimizer {args.optimizer}: not implemented; use adam or sgd")
+    decay = args.lr_decay_iters or args.train_iters
+    if decay is not None and args.lr_warmup_iters and args.lr_warmup_iters >= decay:
+        _no(
+            f"--lr-warmup-iters {args.lr_warmup_iters}: must be below the {decay} steps in which "
+            f"the learning rate decays (--lr-decay-iters, else --train-iters)"
+        )
+    if args.exit_signal in (signal.SIGKILL, signal.SIGSTOP):
+        _no(
+            f"--exit-signal {signal.Signals(args.exit_signal).name}: no process can act on it; "
+            f"choose one such as SIGTERM or SIGUSR1"
+        )
+    if args.wandb_project and not args.wandb_exp_name:
+        _no(f"--wandb-project {args.wandb_project} needs --wandb-exp-name")
+
+
 def _data(args: Namespace) -> None:
     if args.diffusion_block_size < 1:
         _no(f"--diffusion-block-size {args.diffusion_block_size}: must be at least 1")
@@ -296,8 +343,6 @@ def _data(args: Namespace) -> None:
             f"a clean row sees the rest of its block, so it would see the token it predicts; use "
             f"--clean-relation token"
         )
-    if args.eval_draws < 1:
-        _no(f"--eval-draws {args.eval_draws}: must be at least 1")
     if args.seq_length is None or args.seq_length < 1:
         _no(f"--seq-length {args.seq_length}: give the packed length of a row in clean tokens")
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data"):
@@ -319,10 +364,6 @@ def _data(args: Namespace) -> None:
         _no(f"--ckpt-format {args.ckpt_format}: only torch_dist is supported; leave it out")
     if args.save and not args.save_interval:
         _no(f"--save {args.save} without --save-interval: say how many steps lie between saves")
-    for name, least in (("train_iters", 1), ("global_batch_size", 1), ("eval_iters", 0)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            _no(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.train_samples is not None and args.train_iters is not None:
         _no(
             f"--train-samples {args.train_samples} with --train-iters {args.train_iters}: both say "
@@ -334,30 +375,17 @@ def _data(args: Namespace) -> None:
         _no("--sft: Megatron's own fine-tuning averages means of micro-batches; not supported")
     if args.mock_data:
         _no("--mock-data: there is no made-up data; prepare some with megatron_bp.tools.prepare")
-    paths = [args.data_path, args.train_data_path, args.data_args_path]
-    if not any((*paths, args.per_split_data_args_path)):
+    try:
+        prefixes = data_prefixes(args)
+    except ValueError as error:
+        _no(str(error))
+    if not prefixes:
         _no(
             "no data: give --data-path PREFIX of a .bin/.idx pair; "
             "`python -m megatron_bp.tools.prepare` makes one"
         )
-    for prefix in data_prefixes(args):
-        for suffix in (".bin", ".idx"):
-            if not Path(prefix + suffix).is_file():
-                _no(
-                    f"{prefix}{suffix}: no such file; --data-path takes the prefix of a .bin/.idx "
-                    f"pair (`python -m megatron_bp.tools.prepare` makes one)"
-                )
-
-
-def data_prefixes(args: Namespace) -> list[str]:
-    """The prefixes of .bin/.idx pairs that the flags name, without the weights of a blend."""
-    lists = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
-    return [p for given in lists for p in given or () if not _is_weight(p)]
-
-
-def _is_weight(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    if (missing := missing_files(prefixes)) is not None:
+        _no(
+            f"{missing}: no such file; --data-path takes the prefix of a .bin/.idx pair "
+            f"(`python -m megatron_bp.tools.prepare` makes one)"
+        )

@@ -66,12 +66,13 @@ class IndexedFacts:
         )
 
 
-def check_indexed(prefix: str, vocabulary: int) -> IndexedFacts:
+def check_indexed(prefix: str, vocabulary: int, mask: int | None = None) -> IndexedFacts:
     """Return the facts of P.bin and P.idx if they are sound and their ids are in the vocabulary.
 
     Args:
         prefix: P, the common part of the names, as for --data-path.
         vocabulary: the tokenizer's true size: ids are 0 to vocabulary - 1.
+        mask: an id that no text may hold; None for none.
 
     Raises:
         DataError: they are not, or cannot be read.
@@ -83,7 +84,7 @@ def check_indexed(prefix: str, vocabulary: int) -> IndexedFacts:
         empty, single = check_boundaries(index, tokens)
         description = _description(prefix)
         checksum = _check_description(prefix, description, len(index.boundaries) - 1, tokens)
-        low, high, scanned = _check_ids(f"{prefix}.bin", index.dtype, tokens, vocabulary)
+        low, high, scanned = _check_ids(f"{prefix}.bin", index.dtype, tokens, vocabulary, mask)
     except OSError as error:
         raise _unreadable(prefix, error) from error
     return IndexedFacts(
@@ -137,7 +138,7 @@ def _unreadable(prefix: str, error: OSError) -> DataError:
 
 
 def _check_ids(
-    path: str, dtype: np.dtype[Any], tokens: int, vocabulary: int
+    path: str, dtype: np.dtype[Any], tokens: int, vocabulary: int, mask: int | None
 ) -> tuple[int, int, int]:
     """Return the lowest and the highest id, and how many were looked at."""
     ids = np.memmap(path, dtype, "r")
@@ -154,6 +155,12 @@ def _check_ids(
             raise DataError(
                 f"{path}: token {place} has id {worst}, and the vocabulary ids 0 to "
                 f"{vocabulary - 1}; train with the tokenizer that made the data, or prepare again"
+            )
+        if mask is not None and (ids[window] == mask).any():
+            place = window.start + int(np.argmax(ids[window] == mask))
+            raise DataError(
+                f"{path}: token {place} is the mask token {mask} (--mask-token-id), so the model "
+                f"could not tell noise from text; choose an id that no text holds, or prepare again"
             )
     return low, high, sum(w.stop - w.start for w in windows)
 

@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -131,9 +132,26 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a last line that a killed run left half-written is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The rows of a metrics file; a last line that a killed run left half-written is left out.
+
+    Lines that are no rows (a disk that lost power leaves such) are left out with a warning.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    rows = [row for row in map(_row, lines) if row is not None]
+    if len(rows) < len(lines):
+        warnings.warn(
+            f"{path}: {len(lines) - len(rows)} lines are no rows of metrics; left out", stacklevel=2
+        )
+    return rows
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(row, dict) and {"kind", "iteration"} <= row.keys()
+    return row if whole and isinstance(row["iteration"], int) else None
 
 
 def _finite(value: Any) -> Any:
@@ -199,7 +217,13 @@ def _drop_from(path: Path, row: dict[str, Any]) -> None:
             return bool(old["iteration"] < later)
         return old["kind"] == "train" or bool(old["iteration"] != later)
 
-    rows = [old for old in read_metrics(path) if kept(old)]
+    with warnings.catch_warnings(record=True) as damaged:
+        warnings.simplefilter("always")
+        rows = [old for old in read_metrics(path) if kept(old)]
+    if damaged:
+        copy = path.with_suffix(".damaged")
+        shutil.copy2(path, copy)
+        print(f"megatron_bp: {damaged[0].message}; the file as it was is {copy}", flush=True)
     fresh = path.with_suffix(".tmp")
     fresh.write_text("".join(json.dumps(old) + "\n" for old in rows), encoding="utf-8")
     os.replace(fresh, path)

@@ -45,12 +45,22 @@ def check_load(args: Namespace) -> None:
             f"--save {args.save} holds the checkpoints of a run that this one does not go on from, "
             f"and would write over: give --load {args.save} to go on, or another --save"
         )
+    start = args.pretrained_checkpoint
+    if start and not (Path(start) / TRACKER).is_file():
+        raise LoadError(
+            f"--pretrained-checkpoint {start}: holds no checkpoint ({TRACKER} is not there)"
+        )
     if not args.load or args.ckpt_format != "torch_dist":
         return
     folder = Path(args.load)
     tracker = folder / TRACKER
     step = getattr(args, "ckpt_step", None)
     if not step and not tracker.is_file():
+        if args.exit_on_missing_checkpoint or args.finetune or not _same_folder(args):
+            raise LoadError(
+                f"--load {args.load}: holds no checkpoint ({TRACKER} is not there), so nothing "
+                f"would be gone on from; correct it, or leave it out to start anew"
+            )
         return
     text = str(step) if step else tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text == "release":
@@ -146,7 +156,7 @@ def _of(folder: Path, step: int) -> Path:
 
 
 def _same_folder(args: Namespace) -> bool:
-    return bool(args.load) and Path(args.load).resolve() == Path(args.save).resolve()
+    return bool(args.load and args.save) and Path(args.load).resolve() == Path(args.save).resolve()
 
 
 def _prepare(args: Namespace, step: int) -> None:

@@ -46,6 +46,24 @@ def test_sections_are_joined_and_empty_ones_hold_nothing(tmp_path: Path) -> None
     assert read_config(path) == {"num_layers": 4, "lr": 0.5}
 
 
+@pytest.mark.parametrize("number", ["010", "1:04", "-07", "0_17"])
+def test_a_number_that_yaml_reads_otherwise_is_refused(tmp_path: Path, number: str) -> None:
+    with pytest.raises(ConfigError, match=f"the number {number} could be meant in two ways"):
+        read_config(write(tmp_path, run=f"a:\n  num_layers: {number}\n"))
+
+
+def test_decimal_numbers_are_read(tmp_path: Path) -> None:
+    text = "a: {x: 0, y: -3, z: 10, v: 0x10, w: 1_000}\n"
+    want = {"x": 0, "y": -3, "z": 10, "v": 16, "w": 1000}
+    assert read_config(write(tmp_path, run=text)) == want
+
+
+def test_merge_keys_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    text = "a: &a\n  num_layers: 1\nb:\n  <<: *a\n"
+    with pytest.raises(ConfigError, match="merge keys are not read; put what is shared in a file"):
+        read_config(write(tmp_path, run=text))
+
+
 def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
     assert read_config(write(tmp_path, run="# nothing\n")) == {}
 
@@ -277,7 +295,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path, data: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["data_path", "valid_data_path"])
+@pytest.mark.parametrize("name", ["test_data_path", "valid_data_path"])
 def test_weights_of_a_blend_are_no_files(tmp_path: Path, data: str, name: str) -> None:
     path = write(
         tmp_path,
@@ -469,7 +487,43 @@ REFUSED = [
     ("--ar-loss-weight 0.5", "--ar-loss-weight 0.5 with --clean-relation block"),
     ("--ar-loss-weight 1 --clean-relation block", "use --clean-relation token"),
     ("--eval-draws 0", "--eval-draws 0: must be at least 1"),
-    ("--valid-data-path no/such", "no/such.bin: no such file"),
+    ("--valid-data-path no/such", "--data-path and --valid-data-path: each says where all"),
+    ("--per-split-data-args-path no.json", "--data-path and --per-split-data-args-path"),
+    ("--seed 0", "--seed 0: must be at least 1 and below 2^32"),
+    ("--seed 4294967296", "--seed 4294967296: must be"),
+    ("--split a,b", "--split a,b: must be numbers"),
+    ("--split 80,20,0,5", "--split 80,20,0,5: must be at most three"),
+    ("--split 0,0,0", "--split 0,0,0: must not be all zero"),
+    ("--split nan,1,1", "--split nan,1,1: must be at most three numbers, none negative"),
+    ("--split=", "--split : must be numbers"),
+    ("--eval-interval 0", "--eval-interval 0: must be at least 1"),
+    ("--log-interval 0", "--log-interval 0: must be at least 1"),
+    ("--eval-global-batch-size=-1", "--eval-global-batch-size -1: must be at least 1"),
+    ("--num-layers 0", "--num-layers 0: must be at least 1"),
+    ("--diffusion-block-size 2147483648", "--diffusion-block-size 2147483648: must be below"),
+    ("--clip-grad nan", "--clip-grad nan: must be a finite number"),
+    ("--lr inf", "--lr inf: must be a finite number"),
+    ("--noise-interval 0 nan", "--noise-interval [0.0, nan]: must be a finite number"),
+    ("--adam-beta1 2", "--adam-beta1 2.0: must be below 1"),
+    ("--rotary-base 0", "--rotary-base 0: must be at least 1"),
+    ("--ckpt-step 0", "--ckpt-step 0: must be at least 1"),
+    ("--exit-signal SIGKILL", "--exit-signal SIGKILL: no process can act on it"),
+    ("--exit-signal FOO", "'FOO' is not a value of its flag"),
+    ("--lr-warmup-iters 9 --train-iters 9", "--lr-warmup-iters 9: must be below the 9 steps"),
+    ("--optimizer muon", "--optimizer muon: not implemented"),
+    ("--wandb-project mine", "--wandb-project mine needs --wandb-exp-name"),
+    ("--apply-residual-connection-post-layernorm", "megatron-core's layers do not read it"),
+    ("--iterations-to-skip 2", "--iterations-to-skip: a skipped step would leave no row"),
+    ("--init-method-xavier-uniform", "--init-method-xavier-uniform: fails in Megatron"),
+    (
+        "--hidden-size 8 --num-attention-heads 4 --group-query-attention --num-query-groups 3",
+        "--num-query-groups 3: 4 query heads",
+    ),
+    ("--hidden-size 10 --num-attention-heads 4", "--hidden-size 10 with --num-attention-heads 4"),
+    (
+        "--hidden-size 28 --num-attention-heads 4 --position-embedding-type rope",
+        "rotary turns pairs of 7 channels",
+    ),
 ]
 
 
@@ -526,6 +580,46 @@ def test_degrees_are_held_against_the_ranks_that_were_started(
 ) -> None:
     got = outcome(base(data, *flags.split()), world_size)
     assert isinstance(got, tuple) if words is None else words in str(got)
+
+
+def data_flags(data: str, *flags: str) -> list[str]:
+    """The base command line with other data flags."""
+    argv = base(data)
+    at = argv.index("--data-path")
+    return [*argv[:at], *argv[at + 2 :], *flags]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("data-args-path", "0.5 {data} 0.5 no/such", "no/such.bin: no such file"),
+        ("data-args-path", None, "cannot be read"),
+        ("data-args-path", "", "no data: give --data-path"),
+        ("per-split-data-args-path", "not json", "is not JSON"),
+        ("per-split-data-args-path", '{{"train": "a"}}', "must be an object with train, valid"),
+        ("per-split-data-args-path", '{{"train": 1, "valid": "", "test": ""}}', "`train` must be"),
+        (
+            "per-split-data-args-path",
+            '{{"train": "{data}", "valid": ["1.0", "no/such"], "test": ""}}',
+            "no/such.bin: no such file",
+        ),
+    ],
+)
+def test_data_named_in_a_file_is_checked_too(
+    data: str, tmp_path: Path, name: str, content: str | None, words: str
+) -> None:
+    path = tmp_path / "args.txt"
+    if content is not None:
+        path.write_text(content.format(data=data))
+    assert words in str(outcome(data_flags(data, f"--{name}", str(path))))
+
+
+@pytest.mark.ranks
+def test_data_named_in_a_file_is_taken(data: str, tmp_path: Path) -> None:
+    (tmp_path / "args.txt").write_text(f"0.5 {data}")
+    flags = data_flags(data, "--data-args-path", str(tmp_path / "args.txt"))
+    assert isinstance(outcome(flags), tuple)
 
 
 @pytest.mark.ranks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_bp.arguments import contract
-from megatron_bp.arguments.contract import FIELDS, ContractError, check_contract, differences
+from megatron_bp.arguments.contract import FIELDS, MODEL, ContractError, check_contract, differences
 
 # Each field as it was saved, and a value that differs.
 VALUES: dict[str, tuple[Any, Any]] = {
@@ -26,6 +26,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "clean_relation": ("block", "token"),
     "own_relation": ("bidirectional", "causal"),
     "untie_embeddings_and_output_weights": (False, True),
+    **dict.fromkeys(MODEL, (1, 2)),
 }
 OTHER = {"load": None, "pretrained_checkpoint": None, "finetune": False, "rank": 0}
 
@@ -158,6 +159,6 @@ def test_what_may_change_on_the_way_is_told(
 ) -> None:
     monkeypatch.setattr(contract, "_saved", lambda folder: arguments(**{name: 1}))
     check_contract(arguments(load=checkpoint, **{name: 2}))
-    assert f"--{flag} was 1, is 2: order of the data, noise" in capsys.readouterr().out
+    assert f"--{flag} was 1, is 2: the data, their order, noise" in capsys.readouterr().out
     check_contract(arguments(load=checkpoint, **{name: 1}))
     assert capsys.readouterr().out == ""

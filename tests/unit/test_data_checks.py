@@ -279,3 +279,11 @@ def test_bytes_that_do_not_belong_to_the_index(prepared: str) -> None:
             document_bytes(prepared)
     os.unlink(path)
     assert document_bytes(prepared) is None
+
+
+def test_a_mask_token_in_the_text_is_found_before_training(tmp_path: Path) -> None:
+    write(tmp_path / "p", [[[0, 1, 2]], [[4, 3]]], np.uint16)
+    for mask in (None, 5):
+        check_indexed(str(tmp_path / "p"), 9, mask)
+    with pytest.raises(DataError, match=r"p\.bin: token 3 is the mask token 4 \(--mask-token-id\)"):
+        check_indexed(str(tmp_path / "p"), 9, 4)

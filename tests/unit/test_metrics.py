@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ SAMPLES = (
 BYTES = (7.0, 11.0, 13.0, 17.0)
 SUMS = (6.0, 3.5, 16.0, 4.0)  # weight x CE of the diffusion term, a sample
 COUNTS = (2, 2, 2, 1)
+COSTS = ((10, 70, 30, 20), (40, 20, 60, 10), (50, 90, 0, 0), (80, 10, 0, 0))  # rank, micro-batch
 LAYOUTS = pytest.mark.parametrize(("ranks", "slot"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
 
 
@@ -83,7 +85,7 @@ def step_on_rank(rank: int, world: int, slot: int, ar: bool) -> tuple[Step, dict
         metrics.add(
             measure(batch, head),
             batch,
-            cost=10 * (rank + 1),
+            cost=COSTS[rank][micro],
             exchange=exchange,  # type: ignore[arg-type]
             bytes_of_text=BYTES[number] if rank % slot == 0 else 0.0,
         )
@@ -92,6 +94,17 @@ def step_on_rank(rank: int, world: int, slot: int, ar: bool) -> tuple[Step, dict
     assert step is not None
     assert metrics.finish(dist.group.WORLD, slot) is None
     return step, as_row(step)
+
+
+def balance(ranks: int, slot: int) -> float:
+    """By hand, worst over mean work; ranks of a slot wait for each other in every micro-batch."""
+    return {
+        (1, 1): 1.0,
+        (2, 1): 80 / 70,  # 10 + 70, 40 + 20
+        (2, 2): (40 + 70 + 60 + 20) / ((130 + 130) / 2),
+        (4, 1): 80 / ((10 + 40 + 50 + 80) / 4),
+        (4, 2): (80 + 90) / ((80 + 60 + 140 + 90) / 4),  # 40 + 70 of the other slot
+    }[ranks, slot]
 
 
 @pytest.mark.ranks
@@ -114,7 +127,7 @@ def test_a_step_by_hand(ranks: int, slot: int, ar: bool) -> None:
         assert step.scored == 5 + 3 * ar
         micro = len(SAMPLES) * slot // ranks
         assert step.bytes_sent == micro * sum(1000 + r for r in range(ranks))
-        assert step.balance == pytest.approx(ranks / ((ranks + 1) / 2))
+        assert step.balance == pytest.approx(balance(ranks, slot), rel=1e-15)
         assert step.samples.tolist() == [list(x) for x in zip(SUMS, COUNTS, BYTES, strict=True)]
         assert step.samples.dtype == torch.float64
         assert step.seconds > 0
@@ -153,6 +166,28 @@ def test_the_row_of_a_step() -> None:
         "clean_tokens_per_second": 8 / step.seconds,
     }
     assert step.memory > 0
+
+
+def memory_on_rank(rank: int, world: int) -> Step | None:
+    metrics = Metrics()
+    metrics.begin()
+    batch, head = batch_of([Row()], ar=False)
+    exchange = SimpleNamespace(bytes_sent=0)
+    metrics.add(measure(batch, head), batch, 1, exchange, 1.0)  # type: ignore[arg-type]
+    with mock.patch.object(torch.cuda, "max_memory_allocated", return_value=100 + rank):
+        return metrics.finish(dist.group.WORLD, 1)
+
+
+@pytest.mark.ranks
+def test_memory_is_that_of_the_rank_that_holds_most() -> None:
+    for step in run_ranks(2, memory_on_rank):
+        assert step is not None
+        assert step.memory == 101
+
+
+@pytest.mark.ranks
+def test_numbers_of_a_row_are_plain() -> None:
+    (_, row), *_ = run_ranks(1, step_on_rank, 1, True)
     assert all(isinstance(v, int | float | list) for v in row.values())
 
 

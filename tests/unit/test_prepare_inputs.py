@@ -291,3 +291,16 @@ def test_the_command_line_tells_what_was_left_out_and_where(
     assert "bad_json: 0/a.jsonl:10\n" in told.err
     with pytest.raises(SystemExit, match=r"^prepare: error: 0/a\.jsonl:10: bad_json; [^\n]*$"):
         tool.main([*line.split(), "--overwrite", "--strict"])
+
+
+@pytest.mark.parametrize("prefix", [".", "..", "/", "data/", "data/.."])
+def test_an_output_prefix_without_a_name_is_refused(
+    tmp_path: Path, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_bp.tools.prepare.command import main
+
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(SystemExit) as end:
+        main(["--input", str(tmp_path), "--output-prefix", prefix])
+    assert "names no file" in f"{end.value.code}{capsys.readouterr().err}"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -244,3 +244,17 @@ def test_a_loss_that_is_no_number_is_null(path: Path, value: float) -> None:
     (line,) = path.read_text(encoding="utf-8").splitlines()
     row = json.loads(line, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
     assert row["loss"] is None
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("line", ["garbage", "", "\0\0", "[1]", '{"kind": "train"}', '{"a": NaN'])
+def test_lines_that_are_no_rows_do_not_end_a_run_and_are_kept_aside(
+    path: Path, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path.parent.mkdir()
+    old = '{"kind": "train", "iteration": 1, "loss": 7.0}\n' + line + "\n"
+    path.write_text(old, encoding="utf-8")
+    run_ranks(1, run_on_rank, path, [("train", 2)])
+    assert told(path) == [("train", 1, 7.0), ("train", 2, 1.0)]
+    assert path.with_suffix(".damaged").read_text(encoding="utf-8") == old
+    assert "1 lines are no rows of metrics; left out" in capfd.readouterr().out

@@ -121,7 +121,7 @@ def test_the_given_section_alone_makes_the_same_run(tmp_path: Path, config: str)
     again = tmp_path / "again" / "run.yaml"
     again.parent.mkdir()
     again.write_text(yaml.safe_dump({"given": given}))
-    one, two = run_ranks(1, resolve_on_rank, [[config, *MORE, "--print-config"], [str(again)]])[0]
+    one, two = run_ranks(1, resolve_on_rank, [[config, *MORE], [str(again)]])[0]
     assert {k: (one[k], two[k]) for k in one if one[k] != two[k]} == {}
 
 

@@ -20,14 +20,44 @@ def checkpoint(folder: Path, step: int, *files: str) -> None:
 
 
 def check(folder: Path, **more: Any) -> None:
-    check_load(Namespace(load=str(folder), save=None, ckpt_format="torch_dist", **more))
+    defaults = {
+        "load": str(folder),
+        "save": str(folder),
+        "ckpt_format": "torch_dist",
+        "finetune": False,
+        "skip_train": False,
+        "exit_on_missing_checkpoint": False,
+        "pretrained_checkpoint": None,
+    }
+    check_load(Namespace(**(defaults | more)))
 
 
 def test_a_folder_without_a_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
     check(tmp_path / "none")
     checkpoint(tmp_path, 2, "__0_0.distcp")  # killed in its first save
     check(tmp_path)
-    check_load(Namespace(load=None, save=None))
+    check(tmp_path, load=None, save=None)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"save": "elsewhere"},
+        {"save": None},
+        {"finetune": True},
+        {"exit_on_missing_checkpoint": True},
+    ],
+)
+def test_a_folder_that_should_hold_a_checkpoint_and_does_not_is_an_error(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    with pytest.raises(LoadError, match=r"--load .*: holds no checkpoint"):
+        check(tmp_path, **more)
+
+
+def test_weights_to_start_from_that_are_not_there_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"--pretrained-checkpoint .*: holds no checkpoint"):
+        check(tmp_path, pretrained_checkpoint=str(tmp_path / "typo"))
 
 
 def test_only_checkpoints_whose_save_came_to_its_end_count(tmp_path: Path) -> None:
@@ -104,7 +134,12 @@ def test_a_run_in_the_folder_is_gone_on_from_or_left_alone(
     save.mkdir()
     source = str(tmp_path / load) if load else None
     args = Namespace(
-        save=str(save), load=source, finetune=finetune, skip_train=False, ckpt_format="other"
+        save=str(save),
+        load=source,
+        finetune=finetune,
+        skip_train=False,
+        ckpt_format="other",
+        pretrained_checkpoint=None,
     )
     check_load(args)  # an empty folder is anybody's
     (save / saving.TRACKER).write_text("4")

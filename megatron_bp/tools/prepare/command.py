@@ -21,6 +21,12 @@ Megatron's own tokenizer flags (--tokenizer-type, --tokenizer-model, --vocab-siz
 well. docs/data.md has examples."""
 
 
+def _prefix(text: str) -> Path:
+    if text.endswith(("/", os.sep)):
+        raise argparse.ArgumentTypeError(f"{text} names no file; give a folder and a name")
+    return Path(text)
+
+
 def parse(argv: Sequence[str] | None) -> Options:
     """Return the options that the command line gives."""
     parser = argparse.ArgumentParser(
@@ -33,7 +39,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="files or folders")
     add(
         "--output-prefix",
-        type=Path,
+        type=_prefix,
         required=True,
         metavar="P",
         help="writes P.bin, P.idx, P.bytes.npy, P.json",

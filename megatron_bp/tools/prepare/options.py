@@ -35,6 +35,11 @@ class Options:
     workers: int = 1
 
     def __post_init__(self) -> None:
+        if self.output_prefix.name in ("", ".."):
+            raise ValueError(
+                f"--output-prefix {self.output_prefix}: names no file; give a folder and a name, "
+                f"such as data/mine."
+            )
         if self.min_tokens < 1:
             raise ValueError(f"--min-tokens is {self.min_tokens}: a document has at least 1 token.")
         if self.max_bytes is not None and self.max_bytes < 1:
