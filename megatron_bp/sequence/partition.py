@@ -3,6 +3,7 @@
 Integers only; no process group is known here. See docs/design/0009-needed-prefix.md.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,26 +138,25 @@ class UnitCosts:
         units = len(self.reach)
         if units == 0:
             return np.zeros(groups + 1, dtype=np.int64)
-        stop_cost = self.own[1:] + self.reach
-        start_cost = self.own[:-1] + self.before
-        low, high = int((stop_cost - start_cost).max()), int(stop_cost[-1] - start_cost[0])
+        stop_cost: list[int] = (self.own[1:] + self.reach).tolist()
+        start_cost: list[int] = (self.own[:-1] + self.before).tolist()
+
+        def fill(most: int) -> list[int]:
+            """Bounds when each group takes all that `most` allows; they may not reach U."""
+            bounds = [0]
+            for _ in range(groups):
+                first = bounds[-1]
+                if first < units:
+                    first = bisect_right(stop_cost, start_cost[first] + most)
+                bounds.append(first)
+            return bounds
+
+        low = int((self.own[1:] + self.reach - self.own[:-1] - self.before).max())
+        high = stop_cost[-1] - start_cost[0]
         while low < high:
             middle = (low + high) // 2
-            if self._fill(stop_cost, start_cost, groups, middle)[-1] == units:
+            if fill(middle)[-1] == units:
                 high = middle
             else:
                 low = middle + 1
-        return self._fill(stop_cost, start_cost, groups, high)
-
-    @staticmethod
-    def _fill(
-        stop_cost: NDArray[np.int64], start_cost: NDArray[np.int64], groups: int, most: int
-    ) -> NDArray[np.int64]:
-        """Bounds when each group takes all that `most` allows; the last may fall short of U."""
-        bounds = np.zeros(groups + 1, dtype=np.int64)
-        for group in range(groups):
-            first = bounds[group]
-            if first < len(start_cost):
-                first = np.searchsorted(stop_cost, start_cost[first] + most, side="right")
-            bounds[group + 1] = first
-        return bounds
+        return np.array(fill(high), dtype=np.int64)
