@@ -389,7 +389,7 @@ class Bound(NamedTuple):
     total: Tensor  # float64 scalar: sum of weight * CE
     count: int  # supervised tokens, corrupted or not
     table: dict[str, Tensor]  # [T] each: corrupted (-1: no row), masked, p, weight, ce (0: no row)
-    routers: list[Tensor]  # router logits of each MoE layer, of all rows that are needed
+    routers: list[Tensor]  # router logits of each MoE layer, of the rows that are `routed`
 
 
 def noise(t: float, schedule: str = "linear") -> tuple[float, float]:
@@ -419,7 +419,7 @@ def bound(
     window: int | list[int | None] | None = None,
     exclude_mask_logit: bool = False,
     replacement: Sequence[int] | Tensor | None = None,
-    score_clean: bool = False,
+    routed: str = "all",
 ) -> Bound:
     """The BDLM loss with "same" alignment, from its definition.
 
@@ -442,7 +442,8 @@ def bound(
         window: see `visible`; of all layers, or a list with one for each.
         exclude_mask_logit: the mask token cannot be predicted.
         replacement: id each position [T] becomes if corrupted (uniform noise); default the mask.
-        score_clean: clean rows are scored too (see `next_token`), so more of them are needed.
+        routed: clean rows in `Bound.routers`: "all", those "seen" by a unit (of its document, in an
+            earlier block), or "scored" as well (the blocks of units too).
     """
     assert weighting in ("bound", "one", "inverse_p"), weighting
     tokens, document = _ints(tokens), _ints(document)
@@ -487,14 +488,13 @@ def bound(
     routers: list[Tensor] = []
     where = torch.cat([position, position[at]])
     logits = gpt(weights, config, ids, where, mask, routers)[length:]
-    # A clean row is needed if a later block of its document has corrupted rows (with scored clean
-    # rows, if its own has): block numbers grow along the row.
-    own = 0 if score_clean else 1
-    needed = [
-        any(document[i] == document[j] and block[i] >= block[j] + own for i in rows)
-        for j in range(length)
+    last = {document[i]: block[i] for i in rows}  # the last block of each document with a unit
+    counted = [
+        b >= 0
+        and (routed == "all" or b < last.get(d, -1) or (routed == "scored" and b == last.get(d)))
+        for b, d in zip(block, document, strict=True)
     ]
-    real = torch.tensor(needed + [True] * len(rows), dtype=torch.bool)
+    real = torch.tensor(counted + [True] * len(rows), dtype=torch.bool)
     excluded = [mask_id] if exclude_mask_logit else []
     masked_rows = table["masked"][at]
     scored_at = at[masked_rows]

@@ -434,7 +434,7 @@ def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
             clean_relation=case.clean_relation,
             own_relation=case.own_relation,
             window=shape.windows or case.window,
-            score_clean=with_ar,
+            routed="scored" if with_ar else "seen",
         )
         total, count = total + row.total, count + row.count
         routers.append(row.routers)

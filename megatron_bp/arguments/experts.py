@@ -93,12 +93,16 @@ def _sizes(args: Namespace) -> str | None:
             f"--expert-model-parallel-size {parts}: every rank holds as many experts; it must "
             f"divide --num-experts {experts}"
         )
-    for name in ("expert_tensor_parallel_size", "tensor_model_parallel_size"):
-        if getattr(args, name) not in (None, 1):
-            return (
-                f"{_flag(name, getattr(args, name))} with --num-experts: tensor parallel experts "
-                f"are not implemented yet; set 1"
-            )
+    if args.expert_tensor_parallel_size not in (None, 1):
+        return (
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size}: ranks that share "
+            f"one expert gather unequal rows, which has only been tried where they are equal; set 1"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        return (
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with --num-experts: "
+            f"every rank of it would route all rows again; add --sequence-parallel"
+        )
     if getattr(args, "mlp_chunks_for_training", 1) > 1:
         return "--mlp-chunks-for-training cuts rows apart before the router; leave it out"
     return None

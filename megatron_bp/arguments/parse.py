@@ -134,6 +134,8 @@ def resolve(argv: list[str], world_size: int | None = None) -> tuple[list[str], 
     flags += ["--max-position-embeddings", str(max(positions, rounded))]
     flags += ["--calculate-per-token-loss"]
     flags += ["--eval-iters", str(args.eval_iters * args.eval_draws)]
+    if args.num_experts and args.expert_tensor_parallel_size is None:
+        flags += ["--expert-tensor-parallel-size", "1"]  # Megatron's default is that of the rest
     if args.on_nonfinite == "skip":
         flags += ["--no-check-for-nan-in-loss-and-grad"]  # it would stop; nonfinite.py guards
     return flags, args.seq_length, args.context_parallel_size

@@ -39,6 +39,9 @@ class BlockDiffusionRouter(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(probabilities, map) as Megatron computes them; every row is routed."""
+        if padding_mask is not None and len(padding_mask) != len(logits):
+            # Megatron cuts it for sequence parallelism in the first pipeline stage alone.
+            padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
         if self._counts():
             every = torch.ones_like(logits[..., 0], dtype=torch.bool)
             self._record(ROWS, (every if padding_mask is None else ~padding_mask).sum())

@@ -28,6 +28,7 @@ def parsed(flags: str) -> Namespace:
         f"{FOUR} --moe-router-load-balancing-type none",
         f"{FOUR} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         f"{FOUR} --moe-shared-expert-intermediate-size 8 --moe-layer-freq [0,1]",
+        f"{FOUR} --tensor-model-parallel-size 2 --sequence-parallel",
         f"{FOUR} --moe-router-topk 1 --moe-router-pre-softmax",
         f"{FOUR} --moe-router-num-groups 2 --moe-router-group-topk 1",
         "--num-experts 4 --moe-token-dispatcher-type allgather",
@@ -49,7 +50,7 @@ def test_what_works_is_not_refused(flags: str) -> None:
         (f"{FOUR} --moe-router-topk 0", "--moe-router-topk 0"),
         (f"{FOUR} --moe-router-topk 1", "add --moe-router-pre-softmax"),
         (f"{FOUR} --expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2"),
-        (f"{FOUR} --tensor-model-parallel-size 2", "tensor parallel experts are not implemented"),
+        (f"{FOUR} --tensor-model-parallel-size 2", "add --sequence-parallel"),
         (f"{FOUR} --moe-token-dispatcher-type flex", "flex: DeepEP"),
         (
             "--num-experts 4 --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
