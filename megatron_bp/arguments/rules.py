@@ -175,7 +175,7 @@ def _model(args: Namespace) -> None:
             _no(f"--transformer-impl transformer_engine: {missing}; use local, which needs nothing")
     elif args.transformer_impl != "local":
         _no(f"--transformer-impl {args.transformer_impl}: use local or transformer_engine")
-    if args.transformer_impl == "local" and args.apply_layernorm_1p:
+    if args.transformer_impl == "local" and args.layernorm_zero_centered_gamma:
         _no(
             "--apply-layernorm-1p: the local layers have no zero-centered norm; leave it out, or "
             "use --transformer-impl transformer_engine"
