@@ -196,6 +196,11 @@ def _model(args: Namespace) -> None:
             _no(f"--transformer-impl transformer_engine: {missing}; use local, which needs nothing")
     elif args.transformer_impl != "local":
         _no(f"--transformer-impl {args.transformer_impl}: use local or transformer_engine")
+    if args.transformer_impl == "local" and args.layernorm_zero_centered_gamma:
+        _no(
+            "--apply-layernorm-1p: the local layers have no zero-centered norm; leave it out, or "
+            "use --transformer-impl transformer_engine"
+        )
     if args.spec is not None:
         _no(f"--spec {args.spec}: the layer spec is this plugin's own; leave it out")
     if args.attention_backend.name == "local":

@@ -31,16 +31,6 @@ def layer_window(config: TransformerConfig, layer_number: int) -> int | None:
     return int(config.window_size[0]) + 1
 
 
-def layer_windows(config: TransformerConfig) -> tuple[int | None, ...]:
-    """The distinct windows of the model's layers."""
-    return tuple(
-        sorted(
-            {layer_window(config, n) for n in range(1, config.num_layers + 1)},
-            key=lambda window: (window is not None, window or 0),
-        )
-    )
-
-
 class BlockDiffusionAttention(torch.nn.Module):
     """Core attention over clean and corrupted rows (Megatron's CoreAttentionBuilder protocol)."""
 

@@ -1,12 +1,14 @@
 """Runs with TP, SP, PP and the distributed optimizer, and checkpoints that change topology."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from entry import pretrain
 from launch import ASYNC, make_data
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 
 from megatron_bp.training.record import read_metrics
 
@@ -94,3 +96,63 @@ def test_the_distributed_optimizer_changes_topology_too(runs: Runs) -> None:
     ((code, told),) = run_ranks(1, pretrain, [*runs.head, *load], fresh=True)
     assert code == 2
     assert "was saved with --use-distributed-optimizer" in told
+
+
+def test_an_evaluation_of_a_checkpoint_of_any_topology(
+    runs: Runs, saved: list[Any], tmp_path: Path
+) -> None:
+    """On as many ranks as it trained on, and on fewer, which then share a sequence."""
+    want = saved[-1]
+    data = runs.head[runs.head.index("--data-path") + 1]
+    for ranks in (2, 4):
+        file = tmp_path / f"{ranks}.json"
+        arguments = [str(runs.folder / "tp2-bp2"), "--data", data, "--json", str(file)]
+        run_ranks(ranks, evaluate, arguments, fresh=True)
+        row = json.loads(file.read_text())
+        assert row["diffusion_count"] == want["diffusion_count"]
+        assert row["loss"] == pytest.approx(want["loss"], rel=1e-6)
+
+
+def evaluate(rank: int, world: int, arguments: list[str]) -> None:
+    from megatron_bp.tools.evaluate import main
+
+    main(arguments)
+
+
+# --- a loss that is no number, on the last stage alone -------------------------------------------
+
+
+def poison(rank: int, step: int) -> None:
+    """The loss of step 2 is NaN; only the last stage has one."""
+    from megatron_bp.model import output
+
+    if not hasattr(output, "honest"):
+        output.honest = output.weighted_cross_entropy
+    honest = output.honest
+
+    def nan(*args: Any, **kwargs: Any) -> Any:
+        total, each = honest(*args, **kwargs)
+        return total * float("nan"), each
+
+    output.weighted_cross_entropy = nan if step == 2 else honest
+
+
+def test_the_last_stages_loss_stops_all_stages_and_is_named(runs: Runs) -> None:
+    flags = [*runs.head, *PP, "--save", str(runs.folder / "nan")]
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, pretrain, flags, poison, fresh=True)
+    told = str(caught.value)
+    assert "NonFiniteLossError: step 2, rank 1: the loss is nan on documents with keys" in told
+    assert (runs.folder / "nan" / "nonfinite-step2-rank1.json").exists()
+    assert not (runs.folder / "nan" / "nonfinite-step2-rank0.json").exists()
+
+
+@pytest.mark.parametrize("flags", [PP, [*TP, "--sequence-parallel", *SHARDED]], ids=["pp", "tp"])
+def test_skipping_is_agreed_on_by_all_ranks(runs: Runs, flags: list[str]) -> None:
+    name = f"skip-{flags[0]}"
+    arguments = [*runs.head, *flags, "--on-nonfinite", "skip", "--save", str(runs.folder / name)]
+    ends = run_ranks(2, pretrain, [*arguments, "--eval-iters", "0"], poison, fresh=True)
+    assert [code for code, _ in ends] == [0, 0]
+    train = [r for r in read_metrics(runs.folder / name / "metrics.jsonl") if r["kind"] == "train"]
+    assert [r["skipped"] for r in train] == [0, 1, 0, 0, 0, 0]
+    assert all(math.isfinite(r["loss"]) for r in train if r["iteration"] > 2)

@@ -432,6 +432,7 @@ REFUSED = [
     ("--micro-batch-size 2", "--micro-batch-size 2: a micro-batch is one packed row"),
     ("--transformer-impl transformer_engine", "transformer_engine: its layers run on GPUs alone"),
     ("--transformer-impl inference_optimized", "use local or transformer_engine"),
+    ("--apply-layernorm-1p", "--apply-layernorm-1p: the local layers"),
     ("--spec a b", "--spec ['a', 'b']"),
     ("--attention-backend local", "--attention-backend local"),
     ("--attention-backend flash", "--attention-backend flash: chooses among"),

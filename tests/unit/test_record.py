@@ -48,8 +48,8 @@ class FakeMetrics:
         self.dropped += 1
 
     def finish(self, group: Any, slot: int, job: Any) -> Step:
-        assert job is torch.distributed.group.WORLD
         assert (group, slot) == ("the group", 2)
+        assert job is torch.distributed.group.WORLD
         return step_of(self.value, self.count)
 
 

@@ -171,6 +171,8 @@ def test_derived_numbers_by_hand(config: str) -> None:
         "ranks_per_sequence": 2,
         "clean_shard_groups": 1,
         "ranks_per_clean_shard_group": 2,
+        "tensor_parallel_size": 1,
+        "pipeline_stages": 1,
         "data_parallel_size": 2,
         "micro_batches_per_step": 2,  # 4 rows over 2 sequences at a time
         "clean_rows_per_sequence": 56,  # up to the last block
@@ -193,6 +195,17 @@ def test_derived_numbers_by_hand(config: str) -> None:
     assert (resolved["num_layers"], resolved["context_parallel_size"]) == (2, 2)
     assert resolved["eval_iters"] == 6  # 2 of each of 3 draws
     assert resolved["seq_length"] == 64  # what Megatron is told
+
+
+@pytest.mark.ranks
+def test_tensor_and_pipeline_ranks_send_their_share(config: str) -> None:
+    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    derived = printed(8, [config, *MORE, *flags])["derived"]
+    assert (derived["tensor_parallel_size"], derived["pipeline_stages"]) == (2, 2)
+    assert (derived["ranks_per_sequence"], derived["data_parallel_size"]) == (2, 1)
+    assert derived["padded_vocabulary"] == 512
+    assert derived["exchanged_bytes_per_row_and_layer"] == 32  # one of two groups
+    assert derived["exchanged_bytes_per_rank_and_sequence"] == 11904 // 4  # one of two layers
 
 
 @pytest.mark.ranks
