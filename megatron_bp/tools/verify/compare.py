@@ -19,6 +19,8 @@ FEW = 0.05  # of the parameters may be under the floor
 # A 16-bit layout may err this many times as much as the 16-bit reference does against fp32.
 BUDGET = 2.0
 BF16_LOSS = 2.0**-9  # rounding of one bf16 number; of a loss, at least
+# What the 16-bit reference itself may err: beyond, it is broken and no budget.
+BF16_MOST_GRADIENT, BF16_MOST_STEP = 0.5, 0.1
 VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 Row = dict[str, Any]

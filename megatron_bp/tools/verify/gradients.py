@@ -43,12 +43,13 @@ def save_gradients(model: Sequence[Any], folder: Path) -> Signatures:
     """
     for chunk in model:
         _gather_shards(chunk)
+    chunks = _unwrapped(model)
+    every = [[n for n, p in c.named_parameters() if hasattr(p, "main_grad")] for c in chunks]
     with _gradients_as_weights(model):
         state = {}
-        for i, chunk in enumerate(_unwrapped(model)):
-            trained = {name for name, p in chunk.named_parameters() if hasattr(p, "main_grad")}
+        for i, (chunk, trained) in enumerate(zip(chunks, every, strict=True)):
             of_chunk = _sharded(chunk)
-            lost = trained - of_chunk.keys()
+            lost = set(trained) - of_chunk.keys()
             assert not lost, f"Megatron's sharded state dict leaves out {sorted(lost)}"
             state[f"chunk{i}"] = {name: of_chunk[name] for name in trained}
         _apply_factories(state)
@@ -108,15 +109,29 @@ def _gather_shards(chunk: Any) -> None:
 
 @contextmanager
 def _gradients_as_weights(model: Sequence[Any]) -> Iterator[None]:
-    parameters = [p for chunk in model for p in chunk.parameters() if hasattr(p, "main_grad")]
-    weights = [p.data for p in parameters]
+    """Each module holds gradients where its weights were, for the length of the block.
+
+    Other parameters, not other data in the same ones: a parameter that changes its dtype loses the
+    hooks by which DDP hears of its gradient, and every later step would see none.
+    """
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    by_weight: dict[int, torch.nn.Parameter] = {}
     try:
-        for p in parameters:
-            p.data = p.main_grad.view(p.shape)
+        for module in (m for chunk in model for m in chunk.modules()):
+            for name, p in module._parameters.items():
+                if p is None or not hasattr(p, "main_grad"):
+                    continue
+                if id(p) not in by_weight:
+                    gradient = p.main_grad.view(p.shape)
+                    by_weight[id(p)] = torch.nn.Parameter(gradient, requires_grad=False)
+                    by_weight[id(p)].__dict__.update(p.__dict__)
+                kept.append((module._parameters, name, p))
+        for place, name, p in kept:
+            place[name] = by_weight[id(p)]
         yield
     finally:
-        for p, weight in zip(parameters, weights, strict=True):
-            p.data = weight
+        for place, name, p in kept:
+            place[name] = p
 
 
 def _sharded(chunk: Any) -> dict[str, Any]:

@@ -161,8 +161,8 @@ def _judge(
         gradients = compare.compare_gradients(run, want)
         steps = compare.compare_steps(run.rows, want.rows)
     elif len(base) == 1:  # the 16-bit reference itself: what it errs is the budget
-        gradients = compare.compare_gradients(run, want, lambda name: 1.0)
-        steps = compare.compare_steps(run.rows, want.rows, lambda name: 1.0)
+        gradients = compare.compare_gradients(run, want, lambda name: compare.BF16_MOST_GRADIENT)
+        steps = compare.compare_steps(run.rows, want.rows, lambda name: compare.BF16_MOST_STEP)
     else:
         measured = base[1][0]
         assert measured.gradients is not None

@@ -52,6 +52,7 @@ def with_sample_data(values: Values, folder: Path) -> Values:
             output_prefix=prefix,
             document_separator="blank-line",
             max_bytes=BYTES,
+            overwrite=True,
             tokenizer_flags=flags,
         )
     )

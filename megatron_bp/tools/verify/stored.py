@@ -1,5 +1,6 @@
 """Full tensors of a torch_dist folder, read one at a time: memory holds one, not the model."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,7 +24,9 @@ class StoredTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         about = self._tensors[name]
         tensor = torch.empty(about.size, dtype=about.properties.dtype)
-        load({name: tensor}, checkpoint_id=self._folder, no_dist=True)
+        with warnings.catch_warnings():  # it warns that it reads in one process
+            warnings.simplefilter("ignore", UserWarning)
+            load({name: tensor}, checkpoint_id=self._folder, no_dist=True)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
