@@ -5,12 +5,13 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import faults
 import numpy as np
 import oracle
 import pytest
@@ -31,6 +32,15 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 PADDED = {"vocab_size": 300, "make_vocab_size_divisible_by": 128}
+AR = {"ar_loss_weight": 0.5, "clean_relation": "token"}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_token_dispatcher_type": "alltoall",
+}
 # Faults, the layout that has to notice each, and flags beside quickstart's.
 FAULTS = [
     ("noise keyed by rank", "bp=2", {}),
@@ -40,7 +50,18 @@ FAULTS = [
     ("gradient not reduced", "dp=2", {}),
     ("one replica steps aside", "dp=2", {}),
     ("unmasked padded vocabulary", "dp=2", PADDED),
+    # What follows runs once tests/faults.py has the fault, with the mode that it is for.
+    ("loss of a clean row counted by every replica", "bp=2,cp=1", AR),
+    ("prefix one block short", "bp=2,cp=1", {}),
+    ("gradients of corrupted keys not sent back", "cp=2", {}),
+    ("padded ids in a TP rank's softmax", "tp=2", PADDED),
+    ("hidden gradient not added up", "tp=2", {}),
+    ("norm gradients not added up", "tp=2,sp", {}),
+    ("tokens of every stage", "pp=2", {}),
+    ("auxiliary losses scaled by local rows", "bp=2", EXPERTS),
+    ("balance loss on every rank", "bp=2,ep=2", EXPERTS),
 ]
+KNOWN = {name for value in vars(faults).values() if isinstance(value, dict) for name in value}
 
 
 def layout_on_rank(rank: int, world: int, folder: str, fault: str | None) -> None:
@@ -87,14 +108,25 @@ class Verification:
         return verify(plan, launch, self.said.append)
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Verification:
-    return Verification(tmp_path_factory.mktemp("verify"))
+Verifications = Callable[[dict[str, Any]], Verification]
 
 
 @pytest.fixture(scope="module")
-def padded(tmp_path_factory: pytest.TempPathFactory) -> Verification:
-    return Verification(tmp_path_factory.mktemp("padded"), PADDED)
+def verifications(tmp_path_factory: pytest.TempPathFactory) -> Verifications:
+    """The Verification of quickstart with these flags; one each, so that the reference is kept."""
+    made: dict[str, Verification] = {}
+
+    def of(more: dict[str, Any]) -> Verification:
+        if str(more) not in made:
+            made[str(more)] = Verification(tmp_path_factory.mktemp("verify"), more)
+        return made[str(more)]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def quickstart(verifications: Verifications) -> Verification:
+    return verifications({})
 
 
 def assert_passed(verdicts: Sequence[Verdict]) -> None:
@@ -126,21 +158,18 @@ def test_layouts_pass(quickstart: Verification) -> None:
 
 @pytest.mark.parametrize(("fault", "topology", "more"), FAULTS)
 def test_a_planted_fault_fails(
-    quickstart: Verification,
-    padded: Verification,
-    fault: str,
-    topology: str,
-    more: dict[str, Any],
+    verifications: Verifications, fault: str, topology: str, more: dict[str, Any]
 ) -> None:
-    verification = padded if more else quickstart
-    reference, layout = verification.run([topology], fault)
+    if fault not in KNOWN:
+        pytest.skip(f"{fault} is a fault of a mode that is not implemented yet")
+    reference, layout = verifications(more).run([topology], fault)
     assert reference.passed
     assert layout.facts, "the faulty layout has to run to its end, and be told by its numbers"
     assert not layout.passed
 
 
-def test_a_padded_vocabulary_passes(padded: Verification) -> None:
-    assert_passed(padded.run(["dp=2"]))
+def test_a_padded_vocabulary_passes(verifications: Verifications) -> None:
+    assert_passed(verifications(PADDED).run(["dp=2"]))
 
 
 def first_samples(rank: int, world: int, config: str, count: int) -> list[dict[str, Any]]:

@@ -76,7 +76,8 @@ def parse_topology(text: str) -> Topology:
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if name not in _KINDS:
-            near = difflib.get_close_matches(name, _KINDS, n=1, cutoff=0.4)
+            swapped = [known for known in _KINDS if sorted(known) == sorted(name)]
+            near = swapped or difflib.get_close_matches(name, _KINDS, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]}?" if near else f"; one of {', '.join(_KINDS)}"
             raise TopologyError(f"topology {text!r}: unknown name {name!r}{hint}")
         if name in given:
