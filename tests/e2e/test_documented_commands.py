@@ -121,7 +121,12 @@ def test_verify_from_its_page() -> None:
 
 def test_every_command_shown_is_run_or_has_its_reason() -> None:
     ran = ("tools.prepare --input TREE --suffix", "configs/mine.yaml", "tools.summary")
-    ran += ("tools.verify configs/quickstart.yaml", "tools.evaluate RUN --data", "torchrun --standalone", "tests/e2e/kills.py")
+    ran += (
+        "tools.verify configs/quickstart.yaml",
+        "tools.evaluate RUN --data",
+        "torchrun --standalone",
+        "tests/e2e/kills.py",
+    )
     left = [
         f"{page}: {command}"
         for page in PAGES
