@@ -52,7 +52,6 @@ FAULTS = [
     ("unmasked padded vocabulary", "dp=2", PADDED),
     # What follows runs once tests/faults.py has the fault, with the mode that it is for.
     ("loss of a clean row counted by every replica", "bp=2,cp=1", AR),
-    ("prefix one block short", "bp=2,cp=1", {}),
     ("gradients of corrupted keys not sent back", "cp=2", {}),
     ("padded ids in a TP rank's softmax", "tp=2", PADDED),
     ("hidden gradient not added up", "tp=2", {}),
