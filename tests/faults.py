@@ -370,11 +370,49 @@ MOE_FAULTS: dict[str, Callable[[int], Any]] = {
 }
 
 
+def _gradient_not_reduced(rank: int) -> Any:
+    """Each rank keeps the gradient of its own rows."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    group = param_and_grad_buffer._ParamAndGradBucketGroup
+    return mock.patch.multiple(
+        group, start_grad_sync=lambda *a, **k: None, finish_grad_sync=lambda *a, **k: None
+    )
+
+
+def _replica_apart(rank: int) -> Any:
+    """The last rank's gradient of one parameter is off; what the first rank holds is right."""
+    from megatron.training import training
+
+    def step(forward: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:
+        update = optimizer.step
+
+        def apart(*a: Any, **k: Any) -> Any:
+            if rank == torch.distributed.get_world_size() - 1:
+                next(model[0].parameters()).main_grad.mul_(1.01)
+            optimizer.step = update
+            return update(*a, **k)
+
+        optimizer.step = apart
+        return train_step(forward, data, model, optimizer, *args, **kw)
+
+    train_step = training.train_step
+    return mock.patch.object(training, "train_step", step)
+
+
+# Of layouts that tests/whole.py does not build; tests/e2e/test_verify.py needs them to fail.
+LAYOUT_FAULTS: dict[str, Callable[[int], Any]] = {
+    "gradient not reduced": _gradient_not_reduced,
+    "one replica steps aside": _replica_apart,
+}
+
+
 @contextlib.contextmanager
 def plant(name: str | None, rank: int) -> Iterator[None]:
     """The fault for the time of the block; None plants nothing."""
     if name is None:
         yield
         return
-    with (FAULTS | MOE_FAULTS | TOPOLOGY_FAULTS)[name](rank):
+    every = FAULTS | MOE_FAULTS | TOPOLOGY_FAULTS | LAYOUT_FAULTS
+    with every[name](rank):
         yield

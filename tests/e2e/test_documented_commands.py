@@ -16,7 +16,7 @@ import pytest
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/running.md", "docs/testing.md")
+PAGES = ("README.md", "docs/running.md", "docs/testing.md", "docs/verify.md")
 NOT_RUN = {
     "scripts/quickstart.sh": "takes minutes; its steps are those that run here",
     "scripts/test.sh": "is what runs this",
@@ -24,6 +24,7 @@ NOT_RUN = {
     "[CONFIG.yaml]": "a usage line",
     "pkill": "tests/e2e/test_signals.py sends the signals",
     "TREE ...": "a usage line; README has the command",
+    "RUN.yaml --topology": "needs several nodes; tests/unit/test_verify.py runs a --launch command",
     "--nproc-per-node N": "a usage line; N stands for any number",
 }
 SMALL = "--train-iters 3 --lr-warmup-iters 1 --eval-interval 3 --eval-iters 1 --seq-length 96"
@@ -112,9 +113,20 @@ def test_launch_line_of_running(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
 
 
+def test_verify_from_its_page() -> None:
+    command = find("docs/verify.md", "tools.verify")
+    told = run(f"{command} --steps 1", ("--topology dp=2,bp=2", "--topology dp=2"))
+    assert [line.split()[-1] for line in told.splitlines()[-2:]] == ["ok", "ok"]
+
+
 def test_every_command_shown_is_run_or_has_its_reason() -> None:
     ran = ("tools.prepare --input TREE --suffix", "configs/mine.yaml", "tools.summary")
-    ran += ("tools.evaluate RUN --data", "torchrun --standalone", "tests/e2e/kills.py")
+    ran += (
+        "tools.verify configs/quickstart.yaml",
+        "tools.evaluate RUN --data",
+        "torchrun --standalone",
+        "tests/e2e/kills.py",
+    )
     left = [
         f"{page}: {command}"
         for page in PAGES
