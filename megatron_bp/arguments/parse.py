@@ -16,10 +16,12 @@ from megatron_bp.arguments.build import model_config, settings
 from megatron_bp.arguments.command_line import join
 from megatron_bp.arguments.contract import check_contract
 from megatron_bp.arguments.data_paths import data_prefixes
+from megatron_bp.arguments.degrees import refuse_world
 from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
+from megatron_bp.arguments.refused import RefusedError
 from megatron_bp.arguments.reshape import check_reshape
 from megatron_bp.arguments.resolved import check_writable, describe, save_resolved
-from megatron_bp.arguments.rules import RefusedError, refuse, refuse_world
+from megatron_bp.arguments.rules import refuse
 from megatron_bp.arguments.versions import check_versions
 from megatron_bp.data.checks import check_indexed
 from megatron_bp.training.saving import check_load

@@ -79,7 +79,7 @@ class BlockDiffusionRouter(TopKRouter):
     def _apply_global_aux_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        assert self.get_aux_loss_coeff("global_aux_loss") == 0, "refused by arguments/rules.py"
+        assert self.get_aux_loss_coeff("global_aux_loss") == 0, "refused by arguments/experts.py"
         return probs
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

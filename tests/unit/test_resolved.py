@@ -205,7 +205,7 @@ def test_tensor_and_pipeline_ranks_send_their_share(config: str) -> None:
     assert (derived["ranks_per_sequence"], derived["data_parallel_size"]) == (2, 1)
     assert derived["padded_vocabulary"] == 512
     assert derived["exchanged_bytes_per_row_and_layer"] == 32  # one of two groups
-    assert derived["exchanged_bytes_per_rank_and_sequence"] == 11904 // 4  # one of two layers
+    assert derived["exchanged_bytes_per_rank_and_sequence"] == 12288 // 4  # one of two layers
 
 
 @pytest.mark.ranks
