@@ -27,21 +27,29 @@ class Topology:
     tp: int = 1
     pp: int = 1
     slot: int = 1
+    degrees_of_slot: tuple[int, int] | None = None  # (BP, CP); None: both are the slot
     chunks: int = 1  # of a stage, interleaved where more than one
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     recompute: str = ""  # "full" or "selective"
+    ep: int = 1  # ranks that share the experts
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """(BP, CP)."""
+        return self.degrees_of_slot or (self.slot, self.slot)
 
     @property
     def dp(self) -> int:
         return self.ranks // (self.tp * self.pp * self.slot)
 
     def __str__(self) -> str:
-        parts = [f"{n}={getattr(self, n)}" for n in ("tp", "pp", "slot", "dp", "chunks")]
+        parts = [f"{n}={getattr(self, n)}" for n in ("tp", "pp", "slot", "dp", "chunks", "ep")]
         flags = ("sequence_parallel", "distributed_optimizer", "recompute")
-        return ",".join(
-            [p for p in parts if not p.endswith("=1")] + [f for f in flags if getattr(self, f)]
-        )
+        shown = [p for p in parts if not p.endswith("=1")] + [f for f in flags if getattr(self, f)]
+        if self.degrees_of_slot is not None:
+            shown.append("bp={},cp={}".format(*self.degrees_of_slot))
+        return ",".join(shown)
 
 
 def topology_on_rank(
@@ -69,14 +77,17 @@ def _step(rank: int, shape: Shape, topology: Topology) -> dict[str, Any]:
         pipeline_model_parallel_size=t.pp,
         virtual_pipeline_model_parallel_size=interleaved,
         context_parallel_size=t.slot,
+        expert_model_parallel_size=t.ep,
+        expert_tensor_parallel_size=1,
     )
-    whole.SLOT = t.slot
+    whole.SLOT, whole.EXPERTS = t.degrees, shape.experts
     more: dict[str, Any] = {
         "tensor_model_parallel_size": t.tp,
         "pipeline_model_parallel_size": t.pp,
         "virtual_pipeline_model_parallel_size": interleaved,
         "pipeline_dtype": torch.float32,
         "sequence_parallel": t.sequence_parallel,
+        "expert_tensor_parallel_size": 1,
     }
     if interleaved:  # as Megatron's arguments set it: batched, two stages mix up who sends what
         more |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -99,7 +110,7 @@ def _step(rank: int, shape: Shape, topology: Topology) -> dict[str, Any]:
     init_num_microbatches_calculator(rank, None, len(shape.rows), 1, t.dp, False)
     metrics = Metrics()
     settings = dataclasses.replace(
-        settings_of(shape.rows[0], shape, t.slot, len(mine)), metrics=metrics
+        settings_of(shape.rows[0], shape, t.degrees, len(mine)), metrics=metrics
     )
     iterators: Any = [iter(mine) for _ in model]
     losses = get_forward_backward_func()(
@@ -121,6 +132,7 @@ def _step(rank: int, shape: Shape, topology: Topology) -> dict[str, Any]:
         "loss": loss,
         "count": counts,
         "step": step,
+        "auxiliary": whole.auxiliary_of(shape),
         "tp": mpu.get_tensor_model_parallel_rank(),
         "replica": (mpu.get_context_parallel_rank(), mpu.get_data_parallel_rank()),
         "grads": {
@@ -142,13 +154,15 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(numbers[int(parts[2])])
-        names[".".join(parts)] = parameter
+        names[whole.global_name(".".join(parts))] = parameter
     return names
 
 
 def shard_of(name: str, parameter: torch.nn.Parameter) -> str:
     """How TP cuts it: "no", by "rows", "columns", or "gated" (both halves by rows)."""
     if not getattr(parameter, "tensor_model_parallel", False):
+        return "no"
+    if ".experts." in name:
         return "no"
     if "linear_fc1" in name and whole_gated(name, parameter):
         return "gated"
@@ -158,6 +172,8 @@ def shard_of(name: str, parameter: torch.nn.Parameter) -> str:
 def whole_gated(name: str, parameter: torch.nn.Parameter) -> bool:
     from megatron.core.parallel_state import get_tensor_model_parallel_world_size
 
+    if "expert" in name:
+        return True
     return bool(parameter.shape[0] * get_tensor_model_parallel_world_size() == 2 * whole.FFN)
 
 
@@ -180,7 +196,7 @@ def own_value(name: str, parameter: torch.nn.Parameter, shape: Shape, tp: int) -
 def whole_gradients(model: list[torch.nn.Module]) -> None:
     """Each rank has its shard of the reduced gradients: gather them."""
     for chunk in model:
-        for buffer in chunk.buffers:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             for bucket in buffer.buckets:
                 group = buffer.data_parallel_group
                 own = bucket.grad_data.view(-1).chunk(group.size())[group.rank()].clone()

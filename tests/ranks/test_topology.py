@@ -30,6 +30,18 @@ SHAPES_HERE = {
     "nothing supervised": SHAPES["fewer units than ranks, nothing supervised"],
     "gpt": SHAPES["gpt, window, causal units, weight one"],
     "four layers": FOUR_LAYERS,
+    "experts": replace(
+        SHAPES["llama"],
+        rows=(PACKED, Case((24,), 4), Case((9, 15), 4), Case((3,), 4)),
+        extra={
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 24,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_aux_loss_coeff": 0.01,
+            "moe_z_loss_coeff": 0.001,
+        },
+    ),
     # 50 ids padded to 128 x TP: the last TP rank has padding alone
     "50 ids": replace(SHAPES["llama"], divisible_by=128, rows=(PACKED,) * 4),
 }
@@ -48,6 +60,17 @@ CASES = [
     (Topology(4, pp=2, slot=2, chunks=2, recompute="full"), ["four layers"]),
     (Topology(4, slot=2, distributed_optimizer=True), ["llama"]),
     (Topology(4, tp=2, pp=2, sequence_parallel=True), ["next-token term"]),
+    (
+        Topology(4, tp=2, slot=2, degrees_of_slot=(2, 1), sequence_parallel=True),
+        ["next-token term", "nothing supervised"],
+    ),
+    (Topology(4, pp=2, slot=2, degrees_of_slot=(1, 2)), ["next-token term"]),
+]
+EXPERT_CASES = [
+    Topology(2, tp=2, sequence_parallel=True, ep=2),
+    Topology(4, pp=2, slot=2, ep=2, recompute="full"),
+    Topology(4, tp=2, slot=2, degrees_of_slot=(2, 1), sequence_parallel=True, ep=4),
+    Topology(4, slot=2, ep=2, distributed_optimizer=True),
 ]
 
 
@@ -70,12 +93,13 @@ def same(one: Tensor, other: Tensor, name: str) -> None:
 
 
 @functools.cache
-def bytes_of_slot(name: str, slot: int) -> int:
+def bytes_of_slot(name: str, slot: int, degrees: tuple[int, int]) -> int:
     """What a slot alone sends in a step: TP cuts its heads, PP its layers, DP its rows."""
     if slot == 1:
         return 0
-    one, *_ = run_ranks(slot, topology_on_rank, SHAPES_HERE[name], Topology(slot, slot=slot))
-    assert one["step"].bytes_sent > 0
+    alone = Topology(slot, slot=slot, degrees_of_slot=degrees)
+    one, *_ = run_ranks(slot, topology_on_rank, SHAPES_HERE[name], alone)
+    assert (one["step"].bytes_sent > 0) == (degrees[1] > 1)
     return int(one["step"].bytes_sent)
 
 
@@ -89,7 +113,7 @@ def check_metrics(results: list[dict[str, Any]], topology: Topology, name: str) 
         assert step.clean_tokens == sum(sum(case.lengths) for case in cases)
         assert list(step.count.values()) == truth["count"]
         assert step.total == pytest.approx(truth["loss"], rel=1e-6)
-        assert step.bytes_sent == bytes_of_slot(name, topology.slot)
+        assert step.bytes_sent == bytes_of_slot(name, topology.slot, topology.degrees)
         assert len(step.samples) == len(cases)
         assert step.balance >= 1
 
@@ -104,6 +128,19 @@ def test_a_topology_trains_the_same_model(topology: Topology, name: str) -> None
     results = run_ranks(topology.ranks, topology_on_rank, shape, topology)
     check_step(joined(results, shape, same), one_rank(name), f"{topology}")
     check_metrics(results, topology, name)
+
+
+@pytest.mark.parametrize("topology", EXPERT_CASES, ids=lambda value: str(value))
+def test_experts_stand_beside_every_other_dimension(topology: Topology) -> None:
+    """Auxiliary losses too: each row and layer is counted once over TP ranks and stages."""
+    shape, truth = SHAPES_HERE["experts"], one_rank("experts")
+    results = run_ranks(topology.ranks, topology_on_rank, shape, topology)
+    check_step(joined(results, shape, same), truth, f"{topology}")
+    check_metrics(results, topology, "experts")
+    told = results[0]["auxiliary"]
+    assert told["load_balancing_loss"] == pytest.approx(truth["balance"], rel=1e-5)
+    assert told["z_loss"] == pytest.approx(truth["z"], rel=1e-5)
+    assert told["rows"] == [truth["rows"]] * shape.gpt.layers
 
 
 def test_nothing_planted_passes_where_faults_are_planted() -> None:
