@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         config = arguments.dataset_config(args)
         try:
             samples = arguments.evaluation_samples(args)
-            return build_datasets(config, sizes, samples, args.eval_draws)
+            return build_datasets(config, sizes, samples, args.eval_draws, args.micro_batch_size)
         except ValueError as error:
             arguments.fail(str(error), error)
 

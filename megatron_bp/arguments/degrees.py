@@ -38,12 +38,11 @@ def refuse_degrees(args: Namespace, given: Collection[str]) -> None:
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False):
             no(f"--{name.replace('_', '-')}: not implemented yet; leave it out")
-    for name in ("micro_batch_size", "eval_micro_batch_size"):
-        if getattr(args, name) not in (None, 1):
-            no(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: a micro-batch is one packed "
-                f"row; set 1 and raise --global-batch-size or --seq-length"
-            )
+    if args.eval_micro_batch_size not in (None, 1):
+        no(
+            f"--eval-micro-batch-size {args.eval_micro_batch_size}: standard errors need the loss "
+            f"of each row by itself; set 1 or leave it out"
+        )
 
 
 def _comm_type(args: Namespace, given: Collection[str]) -> None:
@@ -151,15 +150,16 @@ def refuse_world(args: Namespace, world_size: int) -> None:
         )
     data = world_size // together
     batch = args.global_batch_size
-    if batch is not None and batch % data:
+    rows = data * args.micro_batch_size
+    if batch is not None and batch % rows:
         no(
-            f"--global-batch-size {batch}: {world_size} ranks work on {data} "
-            f"sequences at a time; make it a multiple of {data}"
+            f"--global-batch-size {batch}: {world_size} ranks work on {rows} sequences at a time "
+            f"(--micro-batch-size {args.micro_batch_size}); make it a multiple of {rows}"
         )
     chunks = args.num_virtual_stages_per_pipeline_rank or args.num_layers_per_virtual_pipeline_stage
-    if batch is not None and chunks is not None and (batch // data) % pp:
+    if batch is not None and chunks is not None and (batch // rows) % pp:
         no(
             f"--global-batch-size {batch}: interleaved stages take micro-batches in groups of "
-            f"{pp}, and each of {data} data-parallel ranks has {batch // data}; make it a multiple "
-            f"of {data * pp}"
+            f"{pp}, and each of {data} data-parallel ranks has {batch // rows}; make it a multiple "
+            f"of {rows * pp}"
         )

@@ -135,6 +135,7 @@ def resolve(argv: list[str], world_size: int | None = None) -> tuple[list[str], 
     flags += ["--seq-length", str(rounded)]
     flags += ["--max-position-embeddings", str(max(positions, rounded))]
     flags += ["--calculate-per-token-loss"]
+    flags += ["--eval-micro-batch-size", "1"]  # each row has its number
     flags += ["--eval-iters", str(args.eval_iters * args.eval_draws)]
     if args.num_experts and args.expert_tensor_parallel_size is None:
         flags += ["--expert-tensor-parallel-size", "1"]  # Megatron's default is that of the rest

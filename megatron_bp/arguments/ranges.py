@@ -13,6 +13,7 @@ LEAST: dict[str, float] = {
     "train_iters": 1,
     "train_samples": 1,
     "global_batch_size": 1,
+    "micro_batch_size": 1,
     "eval_global_batch_size": 1,
     "eval_iters": 0,
     "eval_interval": 1,

@@ -77,7 +77,8 @@ def derived(args: Namespace) -> dict[str, Any]:
         "tensor_parallel_size": tp,
         "pipeline_stages": pp,
         "data_parallel_size": args.data_parallel_size,
-        "micro_batches_per_step": args.global_batch_size // args.data_parallel_size,
+        "micro_batches_per_step": args.global_batch_size
+        // (args.data_parallel_size * args.micro_batch_size),
         "clean_rows_per_sequence": int(np.count_nonzero(plan.scorer >= 0)),
         "corrupted_rows_per_sequence": int(plan.units.offset[-1]),
         "rows_per_sequence_with_replicas": sum(s.num_rows for s in shards),

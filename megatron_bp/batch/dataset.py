@@ -1,7 +1,7 @@
 """The torch Dataset that turns Documents into packed Samples.
 
-A Sample travels through Megatron's DataLoader as a dict of arrays (its default collate stacks them
-into a batch of one); `sample_of` turns it back. Knows nothing of blocks, noise or ranks.
+A Sample travels through Megatron's DataLoader as a dict of arrays (its default collate stacks those
+of a micro-batch); `sample_of` turns them into one row. Knows nothing of blocks, noise or ranks.
 """
 
 from dataclasses import replace
@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bp.data.document import Document
 from megatron_bp.data.pretrain import DocumentDataset, blend_key
-from megatron_bp.sequence.packing import Sample, pack
+from megatron_bp.sequence.packing import Sample, join, pack
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
+OF_DOCUMENTS = ("document_keys", "document_bytes", "document_epochs")
 
 
 class DocumentSource(Protocol):
@@ -38,6 +40,7 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
         split: int,
         size: int | None = None,
         draws: int = 1,
+        rows: int = 1,
     ) -> None:
         """Wrap a source.
 
@@ -50,12 +53,15 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 to the next, and so every evaluation reads the same ones.
             draws: noise draws of an evaluation: pass d over the source (modulo `draws`) is epoch d.
                 A training pass is always an epoch of its own.
+            rows: of a micro-batch. Where there are several, arrays of documents are as long as a
+                row, so that they can be stacked.
         """
         self.source = source
         self.length = length
         self.split = split
         self.size = len(source) * draws if size is None else size
         self.draws = draws
+        self.rows = rows
 
     def __len__(self) -> int:
         return self.size
@@ -79,11 +85,15 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
             "document": sample.document,
             "position": sample.position,
             "supervised": sample.supervised,
-            "document_keys": sample.document_keys,
-            "document_bytes": sample.document_bytes,
+            "documents": len(sample.document_keys),
+            **{name: self._stackable(getattr(sample, name)) for name in OF_DOCUMENTS},
             "split": sample.split,
-            "epoch": sample.epoch,
         }
+
+    def _stackable(self, of_documents: NDArray[Any]) -> NDArray[Any]:
+        if self.rows == 1:
+            return of_documents
+        return np.pad(of_documents, (0, self.length - len(of_documents)))
 
 
 class FirstSamples:
@@ -102,7 +112,11 @@ class FirstSamples:
 
 
 def build_datasets(
-    config: GPTDatasetConfig, sizes: list[int | None], evaluation: int | None, draws: int = 1
+    config: GPTDatasetConfig,
+    sizes: list[int | None],
+    evaluation: int | None,
+    draws: int = 1,
+    rows: int = 1,
 ) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
     """Training, validation and test samples, built by Megatron: blends and caches are its own.
 
@@ -111,6 +125,7 @@ def build_datasets(
         sizes: samples that the run will read of each split; None for all of one epoch.
         evaluation: samples of one draw of one evaluation; None for all.
         draws: noise draws of each in one evaluation.
+        rows: of a micro-batch in training; evaluations have one, so that each row has its number.
 
     Raises:
         ValueError: a split holds no sample.
@@ -142,8 +157,8 @@ def build_datasets(
             _check_read_once(source, evaluation, config.sequence_length)
         if split != TRAIN and evaluation is not None:
             source = FirstSamples(source, evaluation)
-        passes = 1 if split == TRAIN else draws
-        out.append(SampleDataset(source, config.sequence_length, split, size, passes))
+        passes, at_once = (1, rows) if split == TRAIN else (draws, 1)
+        out.append(SampleDataset(source, config.sequence_length, split, size, passes, at_once))
     return out[TRAIN], out[VALIDATION], out[TEST]
 
 
@@ -173,25 +188,18 @@ def _check_read_once(source: Any, evaluation: int, length: int) -> None:
 
 
 def sample_of(batch: dict[str, Tensor]) -> Sample:
-    """The Sample in a collated batch of one (every tensor has a leading dimension of 1).
-
-    Raises:
-        NotImplementedError: a micro-batch of more than one row.
-    """
-    rows = batch["tokens"].shape[0]
-    if rows != 1:
-        raise NotImplementedError(
-            f"micro-batch of {rows} rows: block diffusion packs one row a micro-batch; set "
-            f"--micro-batch-size 1 and raise --seq-length or --global-batch-size instead"
+    """The Sample in a collated micro-batch; rows one after the other, padding at the end."""
+    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+    samples = []
+    for row, documents in enumerate(arrays["documents"].tolist()):
+        samples.append(
+            Sample(
+                **{
+                    name: arrays[name][row]
+                    for name in ("tokens", "document", "position", "supervised")
+                },
+                **{name: arrays[name][row, :documents] for name in OF_DOCUMENTS},
+                split=int(arrays["split"][row]),
+            )
         )
-    arrays = {name: tensor[0].numpy() for name, tensor in batch.items()}
-    return Sample(
-        tokens=arrays["tokens"],
-        document=arrays["document"],
-        position=arrays["position"],
-        supervised=arrays["supervised"],
-        document_keys=arrays["document_keys"].astype(np.int64, copy=False),
-        document_bytes=arrays["document_bytes"],
-        split=int(arrays["split"]),
-        epoch=int(arrays["epoch"]),
-    )
+    return join(samples)

@@ -141,7 +141,7 @@ def _draws(
         key = NoiseKey(
             seed=objective.seed,
             split=sample.split,
-            epoch=sample.epoch,
+            epoch=int(sample.document_epochs[unit.document]),
             document=int(sample.document_keys[unit.document]),
             copy=unit.copy,
         )

@@ -5,6 +5,7 @@ Integers only; no blocks, noise or ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,9 @@ class Sample:
         supervised: bool[T], may be corrupted and scored; False for padding.
         document_keys: int64[D], `Document.key` of each document.
         document_bytes: float64[D], `Document.bytes` of each document.
+        document_epochs: int64[D], pass over the data of each document; 0 where the keys already
+            tell passes apart.
         split: 0 train, 1 validation, 2 test.
-        epoch: pass over the data; 0 where the keys already tell passes apart.
     """
 
     tokens: NDArray[np.int32]
@@ -33,8 +35,8 @@ class Sample:
     supervised: NDArray[np.bool_]
     document_keys: NDArray[np.int64]
     document_bytes: NDArray[np.float64]
+    document_epochs: NDArray[np.int64]
     split: int
-    epoch: int
 
 
 def pack(documents: Sequence[Document], length: int, split: int = 0, epoch: int = 0) -> Sample:
@@ -61,4 +63,38 @@ def pack(documents: Sequence[Document], length: int, split: int = 0, epoch: int 
         position[:used] = np.arange(used) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     keys = np.array([d.key for d in documents], dtype=np.int64)
     bytes_ = np.array([d.bytes for d in documents], dtype=np.float64)
-    return Sample(tokens, document, position, supervised, keys, bytes_, split, epoch)
+    epochs = np.full(len(documents), epoch, dtype=np.int64)
+    return Sample(tokens, document, position, supervised, keys, bytes_, epochs, split)
+
+
+def join(samples: Sequence[Sample]) -> Sample:
+    """One row of all documents of the samples, in order; as long as they are together.
+
+    Noise and loss of a document do not change by it: they depend on the document alone.
+    """
+    if len(samples) == 1:
+        return samples[0]
+    used = [int(np.count_nonzero(sample.document >= 0)) for sample in samples]
+    before = np.cumsum([0, *(len(sample.document_keys) for sample in samples)])
+    missing = sum(len(sample.tokens) for sample in samples) - sum(used)
+
+    def row(name: str, filling: int) -> NDArray[Any]:
+        columns = [getattr(sample, name)[:n] for sample, n in zip(samples, used, strict=True)]
+        if name == "document":
+            columns = [column + n for column, n in zip(columns, before[:-1], strict=True)]
+        dtype = getattr(samples[0], name).dtype
+        return np.concatenate([*columns, np.full(missing, filling)]).astype(dtype)
+
+    def of_documents(name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(sample, name) for sample in samples])
+
+    return Sample(
+        tokens=row("tokens", 0),
+        document=row("document", -1),
+        position=row("position", 0),
+        supervised=row("supervised", 0),
+        document_keys=of_documents("document_keys"),
+        document_bytes=of_documents("document_bytes"),
+        document_epochs=of_documents("document_epochs"),
+        split=samples[0].split,
+    )

@@ -111,10 +111,10 @@ class NonFinite:
             "loss": str(output.item()),
             "training": training,
             "split": sample.split,
-            "epoch": sample.epoch,
             "documents": [
                 {
                     "key": key,
+                    "epoch": int(sample.document_epochs[ordinal]),
                     "tokens": sample.tokens[sample.document == ordinal].tolist(),
                 }
                 for ordinal, key in enumerate(sample.document_keys.tolist())

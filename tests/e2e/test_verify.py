@@ -190,7 +190,7 @@ def first_samples(rank: int, world: int, config: str, count: int) -> list[dict[s
         u: list[float] = []
         for ordinal, key in enumerate(sample.document_keys):
             length = int((sample.document == ordinal).sum())
-            noise = NoiseKey(args.seed, 0, sample.epoch, int(key), 0)
+            noise = NoiseKey(args.seed, 0, 0, int(key), 0)
             blocks = -(-length // args.diffusion_block_size)
             t += levels(noise, blocks, objective, objective.interval).tolist()
             u += uniform(noise, Purpose.MASK, 0, length).tolist()

@@ -87,6 +87,11 @@ def samples(dataset: SampleDataset | None) -> list[Sample]:
     return [sample_of(default_collate([dataset[i]])) for i in range(len(dataset))]
 
 
+def epoch_of(sample: Sample) -> int:
+    (epoch,) = set(sample.document_epochs.tolist())
+    return int(epoch)
+
+
 def pieces(sample: Sample) -> list[tuple[int, str]]:
     """(key, text) of each document of a sample."""
     out = []
@@ -140,7 +145,7 @@ def test_a_row_is_full_supervised_and_counts_positions_in_each_piece(build: Buil
         lengths = [len(text) for _, text in pieces(sample)]
         assert sample.document.tolist() == np.repeat(range(len(lengths)), lengths).tolist()
         assert sample.position.tolist() == [i for n in lengths for i in range(n)]
-        assert (sample.split, sample.epoch) == (TRAIN, 0)
+        assert (sample.split, epoch_of(sample)) == (TRAIN, 0)
 
 
 def test_samples_are_shuffled(build: Build) -> None:
@@ -171,14 +176,16 @@ def test_keys_are_unique_over_a_blend(build: Build) -> None:
 
 def test_a_blend_without_weights_that_is_read_again_has_new_noise(build: Build) -> None:
     train, _, _ = build(ragged_texts(), ragged_texts(4 * LENGTH), sizes=(48, 0, 0))
-    chosen = [(s.epoch, s.document_keys.tolist(), s.tokens.tolist()) for s in samples(train)]
+    chosen = [(epoch_of(s), s.document_keys.tolist(), s.tokens.tolist()) for s in samples(train)]
     assert len({str(sample) for sample in chosen}) == 48
 
 
 def test_a_blend_without_weights_that_is_evaluated_again_has_the_same_noise(build: Build) -> None:
     data = ragged_texts(), ragged_texts(8 * LENGTH)
     _, validation, _ = build(*data, sizes=(4, 20, 0), evaluation=10, split="1,1,0")
-    chosen = [(s.epoch, s.document_keys.tolist(), s.tokens.tolist()) for s in samples(validation)]
+    chosen = [
+        (epoch_of(s), s.document_keys.tolist(), s.tokens.tolist()) for s in samples(validation)
+    ]
     assert chosen[:10] == chosen[10:]
     assert len({str(sample) for sample in chosen}) == 10
 
@@ -207,7 +214,7 @@ def test_draws_of_an_evaluation_are_epochs_of_the_same_samples(build: Build) -> 
     """Two evaluations of 3 draws of 5 samples: draw after draw, each with noise of its own."""
     _, validation, _ = build(ragged_texts(), sizes=(4, 30, 0), evaluation=5, draws=3, split="1,1,0")
     found = samples(validation)
-    assert [s.epoch for s in found] == ([0] * 5 + [1] * 5 + [2] * 5) * 2
+    assert [epoch_of(s) for s in found] == ([0] * 5 + [1] * 5 + [2] * 5) * 2
     chosen = [(s.tokens.tolist(), s.document_keys.tolist()) for s in found]
     assert all(chosen[i] == chosen[i % 5] for i in range(30))
     assert len({str(sample) for sample in chosen}) == 5
@@ -218,10 +225,12 @@ def test_draws_leave_training_and_a_whole_split_alone(build: Build) -> None:
     train, validation, _ = build(
         ragged_texts(), sizes=sizes, evaluation=None, draws=3, split="1,1,0"
     )
-    assert {s.epoch for s in samples(train)} == {0}  # Megatron's own passes have keys of their own
+    assert {epoch_of(s) for s in samples(train)} == {
+        0
+    }  # Megatron's own passes have keys of their own
     found = samples(validation)
     n = len(found) // 3
-    assert [s.epoch for s in found] == [0] * n + [1] * n + [2] * n
+    assert [epoch_of(s) for s in found] == [0] * n + [1] * n + [2] * n
     assert [s.tokens.tolist() for s in found[:n]] == [s.tokens.tolist() for s in found[n : 2 * n]]
 
 
@@ -371,7 +380,7 @@ def test_a_sample_survives_the_loader() -> None:
     assert sample.supervised.tolist() == [True, True, False, True, True, False, False]
     assert sample.document_keys.tolist() == [2**62 + 1]
     assert sample.document_bytes.tolist() == [7.25]
-    assert (sample.split, sample.epoch) == (VALIDATION, 0)
+    assert (sample.split, epoch_of(sample)) == (VALIDATION, 0)
     types = [x.dtype for x in (sample.tokens, sample.document, sample.position)]
     assert types == [np.int32] * 3
     assert (sample.supervised.dtype, sample.document_keys.dtype) == (np.bool_, np.int64)
@@ -384,10 +393,42 @@ def test_batch_padding_is_a_row_without_documents() -> None:
     assert not sample.supervised.any()
 
 
-def test_two_rows_a_micro_batch_are_refused() -> None:
-    rows = [SampleDataset(OneDocument(), 7, TRAIN)[0]] * 2
-    with pytest.raises(NotImplementedError, match="micro-batch of 2 rows"):
-        sample_of(default_collate(rows))
+class TwoSamples:
+    """A source of one document, then of two, of 5 and 2 + 3 tokens."""
+
+    documents = (
+        (Document(np.arange(5, dtype=np.int32), np.arange(5) != 2, 11, 7.25),),
+        (
+            Document(np.arange(10, 12, dtype=np.int32), np.ones(2, np.bool_), 22, 2.0),
+            Document(np.arange(20, 23, dtype=np.int32), np.arange(3) > 0, 33, 3.0),
+        ),
+    )
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        return {"documents": () if idx is None else self.documents[idx]}
+
+
+def test_rows_of_a_micro_batch_become_one_row() -> None:
+    """Padding goes to the end; samples 1 and 2 (the first again) are of two epochs."""
+    dataset = SampleDataset(TwoSamples(), 7, TRAIN, size=4, rows=2)
+    sample = sample_of(default_collate([dataset[1], dataset[2]]))
+    assert sample.tokens.tolist() == [10, 11, 20, 21, 22, 0, 1, 2, 3, 4, 0, 0, 0, 0]
+    assert sample.document.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, -1, -1, -1, -1]
+    assert sample.position.tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3, 4, 0, 0, 0, 0]
+    want = [True, True, False, True, True, True, True, False, True, True]
+    assert sample.supervised.tolist() == want + [False] * 4
+    assert sample.document_keys.tolist() == [22, 33, 11]
+    assert sample.document_bytes.tolist() == [2.0, 3.0, 7.25]
+    assert sample.document_epochs.tolist() == [0, 0, 1]
+    types = [x.dtype for x in (sample.tokens, sample.document, sample.position)]
+    assert types == [np.int32] * 3
+    assert (sample.supervised.dtype, sample.document_epochs.dtype) == (np.bool_, np.int64)
+    nothing = sample_of(default_collate([dataset[None], dataset[None]]))
+    assert nothing.document.tolist() == [-1] * 14
+    assert len(nothing.document_keys) == 0
 
 
 def test_a_data_set_offers_the_size_it_was_asked_for() -> None:

@@ -74,10 +74,9 @@ def test_stop_names_step_rank_and_documents_and_writes_the_tokens(
         "loss": value,
         "training": True,
         "split": 0,
-        "epoch": 4,
         "documents": [
-            {"key": 100, "tokens": [0, 1, 2]},
-            {"key": 101, "tokens": [10, 11, 12, 13]},
+            {"key": 100, "epoch": 4, "tokens": [0, 1, 2]},
+            {"key": 101, "epoch": 4, "tokens": [10, 11, 12, 13]},
         ],
     }
 

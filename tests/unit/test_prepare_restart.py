@@ -218,7 +218,7 @@ if __name__ == "__main__":
         os.kill(os.getpid(), int(sys.argv[3]))
     run.Spool.add = add
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # off where tests run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     prepare(Options([Path(sys.argv[1])], Path(sys.argv[2]), workers=2))
 """
 

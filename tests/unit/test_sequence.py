@@ -96,7 +96,7 @@ def test_pack_joins_documents_and_pads_with_document_minus_one() -> None:
     assert sample.document.tolist() == [0, 0, 1, -1, -1]
     assert sample.supervised.tolist() == [True, False, True, False, False]
     assert sample.document_keys.tolist() == [40, 41]
-    assert (sample.split, sample.epoch) == (2, 3)
+    assert (sample.split, sample.document_epochs.tolist()) == (2, [3, 3])
 
 
 def test_documents_that_do_not_fit_are_an_error() -> None:
