@@ -151,11 +151,14 @@ def refuse_world(args: Namespace, world_size: int) -> None:
     data = world_size // together
     batch = args.global_batch_size
     rows = data * args.micro_batch_size
-    if batch is not None and batch % rows:
-        no(
-            f"--global-batch-size {batch}: {world_size} ranks work on {rows} sequences at a time "
-            f"(--micro-batch-size {args.micro_batch_size}); make it a multiple of {rows}"
-        )
+    for name in ("global_batch_size", "eval_global_batch_size"):
+        size = getattr(args, name)
+        if size is not None and size % rows:
+            no(
+                f"--{name.replace('_', '-')} {size}: {world_size} ranks work on {rows} sequences "
+                f"at a time (--micro-batch-size {args.micro_batch_size}); make it a multiple of "
+                f"{rows}"
+            )
     chunks = args.num_virtual_stages_per_pipeline_rank or args.num_layers_per_virtual_pipeline_stage
     if batch is not None and chunks is not None and (batch // rows) % pp:
         no(

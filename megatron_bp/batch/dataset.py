@@ -1,7 +1,7 @@
 """The torch Dataset that turns Documents into packed Samples.
 
 A Sample travels through Megatron's DataLoader as a dict of arrays (its default collate stacks those
-of a micro-batch); `sample_of` turns them into one row. Knows nothing of blocks, noise or ranks.
+of a micro-batch); `samples_of` turns them back. Knows nothing of blocks, noise or ranks.
 """
 
 from dataclasses import replace
@@ -125,7 +125,7 @@ def build_datasets(
         sizes: samples that the run will read of each split; None for all of one epoch.
         evaluation: samples of one draw of one evaluation; None for all.
         draws: noise draws of each in one evaluation.
-        rows: of a micro-batch in training; evaluations have one, so that each row has its number.
+        rows: of a micro-batch.
 
     Raises:
         ValueError: a split holds no sample.
@@ -157,8 +157,8 @@ def build_datasets(
             _check_read_once(source, evaluation, config.sequence_length)
         if split != TRAIN and evaluation is not None:
             source = FirstSamples(source, evaluation)
-        passes, at_once = (1, rows) if split == TRAIN else (draws, 1)
-        out.append(SampleDataset(source, config.sequence_length, split, size, passes, at_once))
+        passes = 1 if split == TRAIN else draws
+        out.append(SampleDataset(source, config.sequence_length, split, size, passes, rows))
     return out[TRAIN], out[VALIDATION], out[TEST]
 
 
@@ -187,8 +187,8 @@ def _check_read_once(source: Any, evaluation: int, length: int) -> None:
             )
 
 
-def sample_of(batch: dict[str, Tensor]) -> Sample:
-    """The Sample in a collated micro-batch; rows one after the other, padding at the end."""
+def samples_of(batch: dict[str, Tensor]) -> list[Sample]:
+    """The Samples in a collated micro-batch, row by row."""
     arrays = {name: tensor.numpy() for name, tensor in batch.items()}
     samples = []
     for row, documents in enumerate(arrays["documents"].tolist()):
@@ -202,4 +202,9 @@ def sample_of(batch: dict[str, Tensor]) -> Sample:
                 split=int(arrays["split"][row]),
             )
         )
-    return join(samples)
+    return samples
+
+
+def sample_of(batch: dict[str, Tensor]) -> Sample:
+    """The Sample of a whole micro-batch: its rows one after the other, padding at the end."""
+    return join(samples_of(batch))

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bp.batch.dataset import sample_of
+from megatron_bp.batch.dataset import samples_of
 from megatron_bp.diffusion.corruption import Corruption, corrupt
 from megatron_bp.diffusion.loss import TermScales, row_scale, term_scales
 from megatron_bp.diffusion.objective import Objective
-from megatron_bp.sequence.packing import Sample
+from megatron_bp.sequence.packing import Sample, join
 from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
 
 
@@ -54,6 +54,7 @@ class StepReader:
         micro_batches: int,
         data_parallel: dist.ProcessGroup,
         device: torch.device,
+        joined: bool = True,
     ) -> MicroBatch:
         """The next micro-batch of `iterator`.
 
@@ -63,10 +64,12 @@ class StepReader:
             micro_batches: micro-batches of this rank in a step.
             data_parallel: the ranks that read other samples of the same step.
             device: where that group's collectives work.
+            joined: the rows of a batch are one micro-batch; else (in an evaluation, where each
+                row has its number) each is one by itself.
         """
         _, waiting = self._waiting.setdefault(id(iterator), (iterator, deque()))
         if not waiting:
-            waiting.extend(self._read(iterator, micro_batches, data_parallel, device))
+            waiting.extend(self._read(iterator, micro_batches, data_parallel, device, joined))
         return waiting.popleft()
 
     def _read(
@@ -75,8 +78,13 @@ class StepReader:
         micro_batches: int,
         data_parallel: dist.ProcessGroup,
         device: torch.device,
+        joined: bool,
     ) -> Sequence[MicroBatch]:
-        samples = [sample_of(next(iterator)) for _ in range(micro_batches)]
+        samples: list[Sample] = []
+        while len(samples) < micro_batches:
+            batch = samples_of(next(iterator))
+            samples += [join(batch)] if joined else batch
+        assert len(samples) == micro_batches, "arguments/degrees.py refuses such a batch"
         plans = [make_plan(sample, self._sequence) for sample in samples]
         corruptions = [
             corrupt(sample, plan, self._objective)

@@ -138,6 +138,7 @@ def forward_step(
         settings.micro_batches(model.training),
         get_attr_wrapped_model(model, "pg_collection").dp,
         next(model.parameters()).device,
+        model.training,
     )
     forward = run_model(micro, settings.objective.vocabulary, model)
     if forward.head is None:

@@ -167,6 +167,7 @@ def test_the_same_run_twice_is_the_same_to_the_bit(runs: Runs, csbp: list[dict[s
         (2, ["--block-parallel-size", "1"]),  # data parallel: 2 x 2 instead of 1 x 4
         (4, ["--block-parallel-size", "4"]),
         (1, ["--block-parallel-size", "1", "--micro-batch-size", "2"]),
+        (2, ["--block-parallel-size", "1", "--micro-batch-size", "2"]),
         (2, ["--block-parallel-size", "2", "--context-parallel-size", "1"]),
         (4, ["--block-parallel-size", "4", "--context-parallel-size", "2"]),
         (2, ["--context-parallel-size", "2", "--cp-comm-type", "all_gather"]),
