@@ -88,6 +88,7 @@ def te_spec_on_rank(rank: int, world: int) -> tuple[bool, Any, Any, Any]:
             self_attention=SimpleNamespace(submodules=attention),
             input_layernorm="fused",
             pre_mlp_layernorm="fused",
+            mlp="dense",
         )
     )
     spec = SimpleNamespace(layer_specs=[layer], layer_norm="TENorm")
