@@ -134,10 +134,17 @@ def differences(
     found = []
     for name in fields:
         if hasattr(saved, name):
-            old, new = getattr(saved, name), getattr(args, name, None)
+            old, new = _value(saved, name), _value(args, name)
             if _plain(old) != _plain(new):
                 found.append((name, old, new))
     return found
+
+
+def _value(args: Namespace, name: str) -> Any:
+    """The value; key heads are as many as query heads where groups are off, whatever is set."""
+    if name == "num_query_groups" and not getattr(args, "group_query_attention", True):
+        name = "num_attention_heads"
+    return getattr(args, name, None)
 
 
 def _plain(value: Any) -> Any:

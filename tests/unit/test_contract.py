@@ -162,3 +162,14 @@ def test_what_may_change_on_the_way_is_told(
     assert f"--{flag} was 1, is 2: the data, their order, noise" in capsys.readouterr().out
     check_contract(arguments(load=checkpoint, **{name: 1}))
     assert capsys.readouterr().out == ""
+
+
+def test_without_groups_there_is_a_key_head_for_each_query_head() -> None:
+    """Megatron itself sets the number of groups on the way, whose default is 1."""
+    same = {"group_query_attention": False, "num_attention_heads": 4}
+    assert (
+        differences(Namespace(num_query_groups=4, **same), Namespace(num_query_groups=1, **same))
+        == []
+    )
+    other = Namespace(group_query_attention=True, num_attention_heads=4, num_query_groups=2)
+    assert differences(Namespace(num_query_groups=1, **same), other) == [("num_query_groups", 4, 2)]
