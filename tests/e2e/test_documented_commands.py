@@ -21,6 +21,8 @@ NOT_RUN = {
     "scripts/quickstart.sh": "takes minutes; its steps are those that run here",
     "scripts/test.sh": "is what runs this",
     "srun": "needs SLURM",
+    "--nproc-per-node 16": "needs 16 ranks; tests/e2e/test_topologies.py runs such layouts on 4",
+    "--seq-length 32768": "takes minutes",
     "[CONFIG.yaml]": "a usage line",
     "pkill": "tests/e2e/test_signals.py sends the signals",
     "TREE ...": "a usage line; README has the command",
