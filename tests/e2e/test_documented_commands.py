@@ -126,6 +126,7 @@ def test_every_command_shown_is_run_or_has_its_reason() -> None:
     ran += (
         "tools.verify configs/quickstart.yaml",
         "tools.evaluate RUN --data",
+        "tools.modes --length",  # tests/unit/test_modes_table.py
         "torchrun --standalone",
         "tests/e2e/kills.py",
     )
