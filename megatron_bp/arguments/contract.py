@@ -93,12 +93,12 @@ def check_contract(args: Namespace) -> None:
     Raises:
         ContractError: naming the field, the saved value and the new one.
     """
-    folder = _newest(args.load, getattr(args, "ckpt_step", None))
+    folder = newest_checkpoint(args.load, getattr(args, "ckpt_step", None))
     goes_on = folder is not None
-    folder = folder or _newest(args.pretrained_checkpoint, None)
+    folder = folder or newest_checkpoint(args.pretrained_checkpoint, None)
     if folder is None:
         return
-    saved = _saved(folder)
+    saved = saved_arguments(folder)
     changed = differences(saved, args, TOLD)
     if changed and args.rank == 0 and goes_on and not args.finetune:
         print(
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _newest(source: str | None, step: int | None) -> Path | None:
+def newest_checkpoint(source: str | None, step: int | None) -> Path | None:
     """The folder of the checkpoint that Megatron would load; None if there is none yet."""
     if not source:
         return None
@@ -167,7 +167,8 @@ def _newest(source: str | None, step: int | None) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _saved(folder: Path) -> Namespace:
+def saved_arguments(folder: Path) -> Namespace:
+    """The arguments in a checkpoint; an empty Namespace if it holds none."""
     import warnings
 
     from megatron.core import dist_checkpointing

@@ -6,7 +6,7 @@ change over between its plain and its distributed optimizer: see docs/design/001
 
 from argparse import Namespace
 
-from megatron_bp.arguments import contract
+from megatron_bp.arguments.contract import newest_checkpoint, saved_arguments
 
 
 class ReshapeError(ValueError):
@@ -21,10 +21,10 @@ def check_reshape(args: Namespace) -> None:
     """
     if args.finetune or args.no_load_optim:
         return
-    folder = contract._newest(args.load, getattr(args, "ckpt_step", None))
+    folder = newest_checkpoint(args.load, getattr(args, "ckpt_step", None))
     if folder is None:
         return
-    problem = differs(contract._saved(folder), args)
+    problem = differs(saved_arguments(folder), args)
     if problem is not None:
         raise ReshapeError(f"{folder} {problem}")
 

@@ -41,7 +41,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for step in (3, 6):
         (tmp_path / f"iter_{step:07d}").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("6\n")
-    monkeypatch.setattr(contract, "_saved", lambda folder: arguments())
+    monkeypatch.setattr(contract, "saved_arguments", lambda folder: arguments())
     return str(tmp_path)
 
 
@@ -142,7 +142,9 @@ def test_the_checkpoint_that_megatron_would_load_is_read(
     folder: str,
 ) -> None:
     read: list[Path] = []
-    monkeypatch.setattr(contract, "_saved", lambda folder: read.append(folder) or arguments())
+    monkeypatch.setattr(
+        contract, "saved_arguments", lambda folder: read.append(folder) or arguments()
+    )
     Path(checkpoint, "release").mkdir()
     Path(checkpoint, "latest_checkpointed_iteration.txt").write_text(tracker)
     check_contract(arguments(load=checkpoint, ckpt_step=step))
@@ -157,7 +159,7 @@ def test_what_may_change_on_the_way_is_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(contract, "_saved", lambda folder: arguments(**{name: 1}))
+    monkeypatch.setattr(contract, "saved_arguments", lambda folder: arguments(**{name: 1}))
     check_contract(arguments(load=checkpoint, **{name: 2}))
     assert f"--{flag} was 1, is 2: the data, their order, noise" in capsys.readouterr().out
     check_contract(arguments(load=checkpoint, **{name: 1}))
