@@ -259,12 +259,26 @@ def _every_stage_counts(rank: int) -> Any:
     return mock.patch.object(Metrics, "finish", finish)
 
 
+def _others_mask(rank: int) -> Any:
+    """On later stages each TP rank leaves the rows out of statistics that the first one should."""
+    from megatron_bp.model.moe import BlockDiffusionRouter
+
+    def routing(router: Any, logits: Any, padding_mask: Any = None) -> Any:
+        if padding_mask is not None and len(padding_mask) != len(logits):
+            padding_mask = padding_mask[: len(logits)]
+        return route(router, logits, padding_mask)
+
+    route = BlockDiffusionRouter.routing
+    return mock.patch.object(BlockDiffusionRouter, "routing", routing)
+
+
 TOPOLOGY_FAULTS: dict[str, Callable[[int], Any]] = {
     "padded ids in a TP rank's softmax": _padded_vocabulary,
     "hidden gradient added up twice": _dgrad_twice,
     "hidden gradient not added up": _dgrad_never,
     "norm gradients not added up": _norm_unmarked,
     "tokens of every stage": _every_stage_counts,
+    "mask of another TP rank's rows": _others_mask,
 }
 
 FAULTS: dict[str, Callable[[int], Any]] = {

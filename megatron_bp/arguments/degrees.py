@@ -143,10 +143,12 @@ def refuse_world(args: Namespace, world_size: int) -> None:
             f"--context-parallel-size {args.context_parallel_size}): start a multiple of "
             f"{together} (torchrun --nproc-per-node), or change a degree"
         )
-    if world_size % args.expert_model_parallel_size:
+    experts = args.expert_model_parallel_size
+    if world_size % (experts * pp):
         no(
-            f"--expert-model-parallel-size {args.expert_model_parallel_size}: {world_size} ranks "
-            f"were started, and that many share the experts; it must divide them"
+            f"--expert-model-parallel-size {experts} x --pipeline-model-parallel-size {pp}: "
+            f"{world_size} ranks were started, and each stage's experts are shared by {experts} of "
+            f"its ranks; make it a divisor of {world_size // pp}"
         )
     data = world_size // together
     batch = args.global_batch_size

@@ -173,6 +173,13 @@ def _router(args: Namespace) -> str | None:
             f"--moe-router-num-groups {groups} --moe-router-group-topk {of_groups}: the groups "
             f"must divide --num-experts {args.num_experts}, and hold those that are chosen"
         )
+    topk = args.moe_router_topk
+    if groups is not None and (topk % of_groups or topk // of_groups > args.num_experts // groups):
+        return (
+            f"--moe-router-topk {topk} from --moe-router-group-topk {of_groups} groups: each gives "
+            f"equally many, and has {args.num_experts // groups} experts; choose fewer experts, or "
+            f"other groups"
+        )
     return None
 
 

@@ -23,6 +23,8 @@ LEAST: dict[str, float] = {
     "ckpt_step": 1,
     "exit_interval": 1,
     "num_layers": 1,
+    "num_virtual_stages_per_pipeline_rank": 1,
+    "num_layers_per_virtual_pipeline_stage": 1,
     "hidden_size": 1,
     "ffn_hidden_size": 1,
     "num_attention_heads": 1,

@@ -59,16 +59,17 @@ def derived(args: Namespace) -> dict[str, Any]:
     slot, length = max(bp, cp), args.bdlm_seq_length
     text = Document(np.zeros(length, np.int32), np.ones(length, np.bool_), 0)
     plan = make_plan(pack([text], length), settings(args).sequence)
-    shards = [plan.rows_of(rank) for rank in range(slot)]
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    multiple = tp if args.sequence_parallel else 1
+    shards = [plan.rows_of(rank, multiple) for rank in range(slot)]
     units = [
         len(np.unique(np.searchsorted(plan.units.offset, s.corrupted, "right"))) for s in shards
     ]
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     itemsize = 2 if args.bf16 else 4
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     row_bytes = 2 * groups // tp * args.kv_channels * itemsize
     sent = max(s.num_sent for s in shards)
-    layers = -(-args.num_layers // pp)
+    layers = _layers_of_a_stage(args)
     return {
         "mode": parallel_mode(bp, cp),
         "ranks_per_sequence": slot,
@@ -93,6 +94,17 @@ def derived(args: Namespace) -> dict[str, Any]:
         "exchanged_bytes_per_rank_and_sequence": 3 * layers * (cp - 1) * sent * row_bytes,
         "loss_divisor": "supervised tokens of the whole step, each term by its own count",
     }
+
+
+def _layers_of_a_stage(args: Namespace) -> int:
+    """Of the pipeline rank that has most; all, where a layout is written out by hand."""
+    if args.pipeline_model_parallel_layout is not None:
+        return int(args.num_layers)
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    given = [int(layers) for layers in ends if layers is not None]
+    between = args.pipeline_model_parallel_size - len(given)
+    rest = -(-(args.num_layers - sum(given)) // between) if between else 0
+    return max([*given, rest])
 
 
 def save_resolved(args: Namespace, text: str) -> None:

@@ -41,6 +41,8 @@ DROPPED = (
     "pretrained_checkpoint",
     "data_args_path",
     "per_split_data_args_path",
+    "micro_batch_size",
+    "rampup_batch_size",
 )
 
 MODEL_PARALLEL = (
@@ -68,12 +70,17 @@ def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: 
     from megatron_bp.arguments.flags import full_parser
 
     values = {key: value for key, value in given.items() if key not in DROPPED}
+    if "global_batch_size" in values:  # of training; an evaluation on other ranks has its own
+        values.setdefault("eval_global_batch_size", values.pop("global_batch_size"))
     if values.get("eval_iters") == 0 and options.samples is None:
         raise ValueError("the run never evaluated (eval_iters 0): say how many rows with --samples")
     if ranks % _together(values):
         values["block_parallel_size"] = ranks
         for name in ("context_parallel_size", "cp_comm_type", *MODEL_PARALLEL):
             values.pop(name, None)
+    experts = int(values.get("expert_model_parallel_size") or 1)
+    if ranks % (experts * int(values.get("pipeline_model_parallel_size") or 1)):
+        values.pop("expert_model_parallel_size")
     flags = to_flags(values, full_parser(), str(options.checkpoint))
     folder, step = options.checkpoint, None
     if folder.name.startswith("iter_"):
@@ -84,6 +91,7 @@ def evaluation_flags(given: dict[str, Any], options: argparse.Namespace, ranks: 
     flags += ["--data-path", *options.data]
     for name, value in (("--split", options.split), ("--eval-draws", options.draws)):
         flags += [] if value is None else [name, str(value)]
+    flags += ["--global-batch-size", str(max(1, ranks // _together(values)))]
     if options.samples is not None:
         flags += _batches(options.samples, given, values, ranks)
     return [*flags, *options.more]

@@ -66,11 +66,14 @@ CASES = [
     ),
     (Topology(4, pp=2, slot=2, degrees_of_slot=(1, 2)), ["next-token term"]),
 ]
+# Rows that only fill up stand on the last TP rank, and Megatron cuts their mask in the first stage.
+LATER_STAGE = Topology(4, tp=2, pp=2, sequence_parallel=True, ep=2)
 EXPERT_CASES = [
     Topology(2, tp=2, sequence_parallel=True, ep=2),
     Topology(4, pp=2, slot=2, ep=2, recompute="full"),
     Topology(4, tp=2, slot=2, degrees_of_slot=(2, 1), sequence_parallel=True, ep=4),
     Topology(4, slot=2, ep=2, distributed_optimizer=True),
+    LATER_STAGE,
 ]
 
 
@@ -157,6 +160,8 @@ def caught_by(fault: str | None) -> None:
     topology, name = Topology(2, tp=2, sequence_parallel=True), "llama"
     if fault == "tokens of every stage":
         topology = Topology(2, pp=2)
+    if fault == "mask of another TP rank's rows":
+        topology, name = LATER_STAGE, "experts"
     shape = SHAPES_HERE[name]
     results = run_ranks(topology.ranks, topology_on_rank, shape, topology, fault)
     check_step(joined(results, shape, same), one_rank(name), f"{topology}")

@@ -421,6 +421,8 @@ REFUSED = [
         "--num-layers 2 with --pipeline-model-parallel-size 3",
     ),
     ("--num-virtual-stages-per-pipeline-rank 2", "cut a pipeline stage in chunks"),
+    ("--num-virtual-stages-per-pipeline-rank 0", "rank 0: must be at least 1"),
+    ("--num-layers-per-virtual-pipeline-stage 0", "stage 0: must be at least 1"),
     (
         "--pipeline-model-parallel-size 2 --num-layers 2 --num-layers-per-virtual-pipeline-stage 2",
         "makes 1 layers a stage",

@@ -221,3 +221,30 @@ def test_a_run_of_any_mode_is_evaluated_on_any_ranks(
     want = {f"--{name}-parallel-size": value for name, value in degrees.items()}
     assert {k: v for k, v in told.items() if k.endswith("-parallel-size")} == want
     assert ("--cp-comm-type" in told) == (degrees == {"context": "2"})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("run", "ranks", "kept"),
+    [
+        ({"block_parallel_size": 2, "expert_model_parallel_size": 2}, 1, False),
+        ({"block_parallel_size": 2, "expert_model_parallel_size": 2}, 2, True),
+        ({"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 2, False),
+        ({"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4, True),
+    ],
+)
+def test_experts_are_shared_as_far_as_the_ranks_allow(
+    run: dict[str, Any], ranks: int, kept: bool
+) -> None:
+    (flags,) = run_ranks(1, flags_on_rank, run, ranks)
+    assert any(flag.startswith("--expert-model-parallel-size") for flag in flags) == kept
+
+
+@pytest.mark.ranks
+def test_the_runs_own_batch_is_that_of_the_evaluation() -> None:
+    """Rows of a training micro-batch and the training batch bind an evaluation to nothing."""
+    run = {"global_batch_size": 6, "micro_batch_size": 2}
+    (flags,) = run_ranks(1, flags_on_rank, run, 3)
+    assert "--eval-global-batch-size=6" in flags
+    assert not any(flag.startswith("--micro-batch-size") for flag in flags)
+    assert flags[flags.index("--global-batch-size") + 1] == "3"  # a row on each rank

@@ -76,6 +76,7 @@ def test_what_works_is_not_refused(flags: str) -> None:
         (f"{FOUR} --moe-router-enable-expert-bias", "use sigmoid or sqrtsoftplus"),
         (f"{FOUR} --moe-router-num-groups 2", "go together"),
         (f"{FOUR} --moe-router-num-groups 3 --moe-router-group-topk 1", "must divide"),
+        (f"{FOUR} --moe-router-num-groups 4 --moe-router-group-topk 1", "and has 1 experts"),
     ],
 )
 def test_refusals_name_the_flag_and_the_reason(flags: str, told: str) -> None:

@@ -84,10 +84,11 @@ def of_layout(values: Values, topology: Topology) -> Values:
         TopologyError: the global batch cannot be cut for it.
     """
     batch = int(values.get("global_batch_size") or 0)
-    if batch < 1 or batch % topology.batch_divisor:
+    divisor = topology.batch_divisor * int(values.get("micro_batch_size") or 1)
+    if batch < 1 or batch % divisor:
         raise TopologyError(
             f"topology {topology.name}: all layouts read the same {batch} samples a step "
-            f"(--global-batch-size), and this one needs a multiple of {topology.batch_divisor} "
+            f"(--global-batch-size), and this one needs a multiple of {divisor} "
             f"(dp x accum, x pp if interleaved); change either"
         )
     left_out = {*DEGREES}

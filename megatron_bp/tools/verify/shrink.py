@@ -22,7 +22,8 @@ def shrink(values: Values, layouts: Sequence[Topology]) -> tuple[Values, list[st
         The values, and "name old -> new" of each that differs.
     """
     tp = math.lcm(*(t.tp for t in layouts))
-    small: Values = {"global_batch_size": _multiple(2, (t.batch_divisor for t in layouts))}
+    micro = int(values.get("micro_batch_size") or 1)
+    small: Values = {"global_batch_size": _multiple(2, (micro * t.batch_divisor for t in layouts))}
     small |= _rows(values)
     small |= _layers(values, layouts)
     small |= _width(values, tp)
