@@ -29,11 +29,15 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some local rows and the run of keys that they see part of."""
+    """Some local rows and the run of keys that they see part of: `pairs` (row, key) in all.
+
+    The number is kept from the host: asking `spec` for it would wait for the device.
+    """
 
     rows: Rows
     run: Run
     spec: Intervals
+    pairs: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +89,7 @@ def make_view(
             part = _part(*own, run, shard.corrupted, tile_rows, device)
             (corrupted if mine else remote).extend(part)
     here = shards[rank]
-    held = sum(int((p.spec.hi - p.spec.lo).sum()) for p in (*corrupted, *local, *remote))
+    held = sum(part.pairs for part in (*corrupted, *local, *remote))
     assert held == visible.pairs(), "a row sees keys that no rank of its clean shard group holds"
     return View(tuple(corrupted), tuple(local), tuple(remote), here.num_sent, here.num_rows)
 
@@ -125,4 +129,5 @@ def _part(
         rows = slice(int(seeing[0]), int(seeing[-1]) + 1)
     else:
         rows = torch.from_numpy(seeing).to(device)
-    return [Part(rows, Run(run.rank, run.start + first, run.start + last), spec)]
+    pairs = int((hi - lo).sum(dtype=np.int64))
+    return [Part(rows, Run(run.rank, run.start + first, run.start + last), spec, pairs)]
