@@ -23,6 +23,7 @@ NOT_RUN = {
     "srun": "needs SLURM",
     "--nproc-per-node 16": "needs 16 ranks; tests/e2e/test_topologies.py runs such layouts on 4",
     "--seq-length 32768": "takes minutes",
+    "configs/quickstart_moe.yaml --tiny": "tests/e2e/test_verify.py has experts",
     "[CONFIG.yaml]": "a usage line",
     "pkill": "tests/e2e/test_signals.py sends the signals",
     "TREE ...": "a usage line; README has the command",
@@ -116,7 +117,7 @@ def test_launch_line_of_running(tmp_path: Path) -> None:
 
 
 def test_verify_from_its_page() -> None:
-    command = find("docs/verify.md", "tools.verify")
+    command = find("docs/verify.md", "--topology bp=2 --topology dp=2,bp=2")
     told = run(f"{command} --steps 1", ("--topology dp=2,bp=2", "--topology dp=2"))
     assert [line.split()[-1] for line in told.splitlines()[-2:]] == ["ok", "ok"]
 
