@@ -234,7 +234,7 @@ def settings_of(case: Case, shape: Shape, slot: Slot, micro_batches: int) -> Any
             *degrees(slot),
             clean_relation=case.clean_relation,
             own_relation=case.own_relation,
-            score_clean=shape.objective.get("ar_weight", 0.0) > 0,
+            score_clean="supervised" if shape.objective.get("ar_weight", 0.0) > 0 else "none",
         ),
         objective=Objective(
             shape.mask_id,

@@ -4,6 +4,8 @@ import argparse
 import functools
 from typing import NoReturn
 
+from megatron_bp.arguments.objective_flags import add_objective_flags
+
 USAGE = "pretrain_bdlm.py [CONFIG.yaml] [--any-megatron-or-bdlm-flag VALUE ...]"
 
 
@@ -40,67 +42,7 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         default="auto",
         help="Attention kernel. auto is tiled, in pure PyTorch.",
     )
-    add("--objective", choices=["block_diffusion"], default="block_diffusion", help="Preset.")
-    add(
-        "--diffusion-block-size", type=int, default=32, help="Tokens a block; the last may be short"
-    )
-    add("--mask-token-id", type=int, default=None, help="Id that a corrupted token becomes.")
-    add(
-        "--noise",
-        choices=["absorbing", "uniform"],
-        default="absorbing",
-        help="A corrupted token becomes the mask, or a random id of the true vocabulary.",
-    )
-    add(
-        "--noise-per",
-        choices=["block", "document"],
-        default="block",
-        help="What shares a noise level.",
-    )
-    add(
-        "--noise-schedule",
-        choices=["linear", "cosine"],
-        default="linear",
-        help="p(t) = t, or p(t) = 1 - cos(pi t / 2).",
-    )
-    add(
-        "--noise-interval",
-        type=float,
-        nargs=2,
-        default=[1e-3, 1.0],
-        metavar=("A", "B"),
-        help="Training draws t from (A, B]; evaluation always from (0, 1].",
-    )
-    add(
-        "--loss-weighting",
-        choices=["bound", "one", "inverse_p"],
-        default="bound",
-        help="Weight of a corrupted token: p'(t)/p(t), the likelihood bound's; 1; or 1/p(t).",
-    )
-    add(
-        "--antithetic",
-        action="store_true",
-        help="Spread the noise levels of a document's blocks evenly over the interval.",
-    )
-    add("--diffusion-loss-weight", type=float, default=1.0, help="Factor of the diffusion term.")
-    add(
-        "--ar-loss-weight",
-        type=float,
-        default=0.0,
-        help="Factor of the next-token term on clean rows; needs --clean-relation token.",
-    )
-    add(
-        "--clean-relation",
-        choices=["block", "token"],
-        default="block",
-        help="A clean row sees up to the end of its block, or up to itself.",
-    )
-    add(
-        "--own-relation",
-        choices=["bidirectional", "causal"],
-        default="bidirectional",
-        help="A corrupted row sees its whole block, or its block up to itself.",
-    )
+    add_objective_flags(group)
     add(
         "--eval-draws",
         type=int,

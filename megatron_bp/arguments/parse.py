@@ -8,16 +8,19 @@ import os
 import sys
 import traceback
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_bp import cpu
 from megatron_bp.arguments.build import model_config, settings
 from megatron_bp.arguments.command_line import join
+from megatron_bp.arguments.config_file import to_flags
 from megatron_bp.arguments.contract import check_contract
 from megatron_bp.arguments.data_paths import data_prefixes
 from megatron_bp.arguments.degrees import refuse_world
 from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
+from megatron_bp.arguments.presets import PRESETS
 from megatron_bp.arguments.refused import RefusedError
 from megatron_bp.arguments.reshape import check_reshape
 from megatron_bp.arguments.resolved import check_writable, describe, save_resolved
@@ -114,6 +117,7 @@ def resolve(argv: list[str], world_size: int | None = None) -> tuple[list[str], 
         if name not in given:
             flags += [name] if value is None else [name, value]
     try:
+        flags += preset_flags(parser.parse_args(flags).objective, given)
         args = parser.parse_args(flags)
     except KeyError as error:  # a signal, say, that is none
         raise RefusedError(f"{error.args[0]!r} is not a value of its flag; see --help") from error
@@ -142,6 +146,21 @@ def resolve(argv: list[str], world_size: int | None = None) -> tuple[list[str], 
     if args.on_nonfinite == "skip":
         flags += ["--no-check-for-nan-in-loss-and-grad"]  # it would stop; nonfinite.py guards
     return flags, args.seq_length, args.context_parallel_size
+
+
+def preset_flags(objective: str, given: Collection[str]) -> list[str]:
+    """The flags that a preset sets: those of its parts that are not given.
+
+    Args:
+        objective: the preset's name.
+        given: options that are given, such as "--noise" or "--no-antithetic".
+    """
+    left = {
+        name: value
+        for name, value in PRESETS[objective].items()
+        if not {f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"} & set(given)
+    }
+    return to_flags(left, full_parser(), f"--objective {objective}")
 
 
 def _check_vocabulary(args: Namespace) -> None:

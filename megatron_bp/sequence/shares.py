@@ -49,7 +49,7 @@ class Work:
             np.repeat(rows, rows) if options.own_relation == "bidirectional" else _count_up(rows)
         )
         need = units.start.astype(np.int64)
-        if options.score_clean and len(need):
+        if options.score_clean != "none" and len(need):
             last = np.append(np.diff(units.document) != 0, True)
             need = np.where(last, units.stop, need)
         return cls(

@@ -8,6 +8,11 @@ from numpy.typing import NDArray
 
 CleanRelation = Literal["block", "token"]
 OwnRelation = Literal["bidirectional", "causal"]
+Grid = Literal["document", "response"]
+ResponseEnd = Literal["cut", "refuse"]
+Scoring = Literal["none", "supervised", "all"]
+Alignment = Literal["same", "next"]
+Anchor = Literal["row", "block"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +27,17 @@ class SequenceOptions:
         clean_relation: a clean row sees up to the end of its block, or up to itself.
         own_relation: a corrupted row sees its whole unit, or its unit up to itself.
         row_cost: linear work of one row in visible pairs, for the cost of a rank.
-        score_clean: clean rows carry a loss (the next-token term): those of a document's last
-            target block are needed too.
+        score_clean: clean rows carry a loss (the next-token term) on "supervised" next tokens, and
+            those of a document's last target block are needed too; on "all", and every row of a
+            document that has a target block is.
+        grid: blocks count from the document's start, or anew where a response starts or ends.
+        response_end: a block is cut where a response ends inside of it; "refuse": an error where a
+            prompt follows there.
+        alignment: the corrupted row of a position is scored on its own token ("same"), or on the
+            next one, and then its block must be computed for that ("next").
+        copies: corrupted copies of each target block, each a unit.
+        window_anchor: where a corrupted row's window counts from: its position, or its block's
+            start, the same for all of its rows.
     """
 
     block_size: int
@@ -32,12 +46,19 @@ class SequenceOptions:
     clean_relation: CleanRelation = "block"
     own_relation: OwnRelation = "bidirectional"
     row_cost: int = 0
-    score_clean: bool = False
+    score_clean: Scoring = "none"
+    grid: Grid = "document"
+    response_end: ResponseEnd = "cut"
+    alignment: Alignment = "same"
+    copies: int = 1
+    window_anchor: Anchor = "row"
 
     def __post_init__(self) -> None:
         """Refuse sizes that no plan can be made for."""
         if self.block_size < 1:
             raise ValueError(f"the diffusion block size must be at least 1, got {self.block_size}")
+        if not 1 <= self.copies <= 256:
+            raise ValueError(f"--corrupted-copies {self.copies}: must be from 1 to 256")
         bp, cp = self.block_parallel_size, self.context_parallel_size
         if bp < 1 or cp < 1 or (bp > 1 and bp % cp):
             raise ValueError(

@@ -27,7 +27,7 @@ def plan_of(case: Case, degrees: Degrees = (1, 1), scored: bool = False) -> Sequ
         *degrees,
         clean_relation=case.clean_relation,
         own_relation=case.own_relation,
-        score_clean=scored or case.clean_relation == "token",
+        score_clean="supervised" if scored or case.clean_relation == "token" else "none",
     )
     return make_plan(sample_of(case), options)
 

@@ -21,6 +21,7 @@ from megatron_bp.sequence.visibility import visibility
 
 MODES = [(1, 1), (2, 2), (3, 3), (8, 8), (2, 1), (4, 1), (4, 2), (9, 3), (1, 2), (1, 3), (1, 8)]
 SEEDS = range(12)
+SCORING = ("none", "supervised")
 
 
 def random_row(seed: int) -> tuple[Sample, SequenceOptions]:
@@ -56,7 +57,7 @@ def plans() -> list[tuple[Sample, SequencePlan, str]]:
         for bp, cp in MODES:
             for scored in (False, True):
                 more = {"block_parallel_size": bp, "context_parallel_size": cp}
-                plan = make_plan(sample, replace(options, **more, score_clean=scored))
+                plan = make_plan(sample, replace(options, **more, score_clean=SCORING[scored]))
                 out.append((sample, plan, f"row {n}, BP {bp}, CP {cp}, scored {scored}"))
     return out
 
@@ -75,7 +76,7 @@ def needed(sample: Sample, plan: SequencePlan, blocks: list[int]) -> set[int]:
     for block in blocks:
         start, document = int(plan.block_start[block]), sample.document[plan.block_start[block]]
         stop = start
-        if plan.options.score_clean and last[int(document)] == block:
+        if plan.options.score_clean != "none" and last[int(document)] == block:
             stop = int(plan.block_stop[block])
         out |= {p for p in range(stop) if sample.document[p] == document}
     return out
@@ -163,7 +164,7 @@ def test_each_mode_has_the_same_rows() -> None:
 def test_the_split_over_groups_is_optimal(seed: int) -> None:
     """Against every way to cut the units into contiguous shares, costs counted row by row."""
     sample, options = random_row(seed)
-    options = replace(options, score_clean=seed % 2 == 1)
+    options = replace(options, score_clean=SCORING[seed % 2])
     plan = make_plan(sample, options)
     units, groups = len(plan.units), 2 + seed % 3
     if units > 14:
@@ -222,7 +223,9 @@ def runs(plan: SequencePlan) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def plan_of(case: Case, bp: int, cp: int, scored: bool = False) -> SequencePlan:
-    return make_plan(sample_of(case), SequenceOptions(case.block_size, bp, cp, score_clean=scored))
+    return make_plan(
+        sample_of(case), SequenceOptions(case.block_size, bp, cp, score_clean=SCORING[scored])
+    )
 
 
 def test_csbp_by_hand() -> None:
@@ -291,7 +294,7 @@ AR = Objective(50, 51, 1, ar_weight=0.5)
 def batches(
     sample: Sample, plan: SequencePlan, multiple: int
 ) -> tuple[Corruption, list[LocalBatch]]:
-    objective = AR if plan.options.score_clean else replace(AR, ar_weight=0.0)
+    objective = AR if plan.options.score_clean != "none" else replace(AR, ar_weight=0.0)
     corruption = corrupt(sample, plan, objective)
     ranks = range(plan.options.slot)
     return corruption, [local_batch(sample, plan, corruption, r, multiple=multiple) for r in ranks]
@@ -328,7 +331,7 @@ def test_ranks_share_out_rows_tokens_counts_and_weights(multiple: int) -> None:
 
 def test_each_scored_clean_row_is_scored_once_on_its_label() -> None:
     for sample, plan, where in plans():
-        if not plan.options.score_clean:
+        if plan.options.score_clean == "none":
             continue
         corruption, parts = batches(sample, plan, 1)
         want, got = corruption.terms[1], {}

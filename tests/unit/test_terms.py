@@ -114,7 +114,7 @@ def test_a_term_of_factor_0_is_left_out(objective: Objective, names: list[str]) 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_share_each_count(ranks: int) -> None:
     sample = pack([document(list(range(29)), prompt=3), document(list(range(40, 51)), key=1)], 43)
-    options = SequenceOptions(4, ranks, ranks, clean_relation="token", score_clean=True)
+    options = SequenceOptions(4, ranks, ranks, clean_relation="token", score_clean="supervised")
     plan = make_plan(sample, options)
     corruption = corrupt(sample, plan, BOTH)
     batches = [local_batch(sample, plan, corruption, rank) for rank in range(ranks)]
