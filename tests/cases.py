@@ -12,8 +12,9 @@ from megatron_bp.sequence.packing import Sample, pack
 class Case:
     """A packed row and how it is seen.
 
-    `prompts` are documents without any supervised token. `first` is the number of the first
-    document: tokens and key of a document follow from its number, whatever it is packed with.
+    `prompts` are documents without any supervised token; `responses` are the supervised spans of
+    each document (an empty tuple: all of each). `first` is the number of the first document: tokens
+    and key of a document follow from its number, whatever it is packed with.
     """
 
     lengths: tuple[int, ...]
@@ -27,6 +28,9 @@ class Case:
     groups: int = 2
     head_dim: int = 8
     first: int = 0
+    responses: tuple[tuple[tuple[int, int], ...], ...] = ()
+    grid: str = "document"
+    window_anchor: str = "row"
 
 
 CASES = {
@@ -56,5 +60,9 @@ def sample_of(case: Case, vocabulary: int = 50, split: int = 0, seed: int = 0) -
         rng = np.random.default_rng([seed, number])
         tokens = rng.integers(0, vocabulary, length).astype(np.int32)
         supervised = np.full(length, ordinal not in case.prompts)
+        if case.responses:
+            supervised[:] = False
+            for start, stop in case.responses[ordinal]:
+                supervised[start:stop] = True
         documents.append(Document(tokens, supervised, 100 + number))
     return pack(documents, sum(case.lengths) + case.padding, split=split)

@@ -138,10 +138,34 @@ def _one_count(rank: int) -> Any:
     from megatron_bp.diffusion.loss import TermScales
     from megatron_bp.training import reader
 
-    def same(counts: Any, factors: Any) -> TermScales:
-        return TermScales(0, tuple(factors))
+    def same(counts: Any, factors: Any, joint: Any) -> TermScales:
+        return TermScales((0,), tuple(factors))
 
     return mock.patch.object(reader, "term_scales", same)
+
+
+def _recipe(**changed: Any) -> Callable[[int], Any]:
+    """Another recipe in one part, of the objective or of the plan."""
+
+    def fault(rank: int) -> Any:
+        from megatron_bp.training import reader
+
+        def changing(function: Any) -> Any:
+            def with_other(*args: Any) -> Any:
+                *rest, last = args
+                names = {field.name for field in dataclasses.fields(last)}
+                return function(
+                    *rest,
+                    dataclasses.replace(last, **{k: changed[k] for k in names & changed.keys()}),
+                )
+
+            return with_other
+
+        return mock.patch.multiple(
+            reader, corrupt=changing(reader.corrupt), make_plan=changing(reader.make_plan)
+        )
+
+    return fault
 
 
 def _every_replica_scores(rank: int) -> Any:
@@ -296,6 +320,15 @@ FAULTS: dict[str, Callable[[int], Any]] = {
     "prefix one block short": _short_prefix,
     "unit computed twice": _unit_twice,
     "gradients of corrupted keys not sent back": _corrupted_stay_away,
+    "a row scores its own token, not the next": _recipe(alignment="same"),
+    "views that are not complementary": _recipe(complementary=False),
+    "one copy less": _recipe(copies=2),
+    "ids to be left alone are corrupted": _recipe(never_corrupt=()),
+    "terms that share a count have their own": _recipe(count="corrupted"),
+    "only corrupted tokens scored": _recipe(scored="corrupted"),
+    "prompts not scored by the next-token term": _recipe(ar_scored="supervised"),
+    "blocks of a response count from the document": _recipe(grid="document"),
+    "a block's window counts from each row": _recipe(window_anchor="row"),
 }
 
 

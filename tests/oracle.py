@@ -31,19 +31,35 @@ def positions(document: Sequence[int]) -> list[int]:
     return out
 
 
-def block_of(document: Sequence[int], block_size: int) -> list[int]:
+def block_of(
+    document: Sequence[int],
+    block_size: int,
+    supervised: Sequence[bool] | None = None,
+    grid: str = "document",
+) -> list[int]:
     """Global block number of each packed position [T]; -1 for padding.
 
     Blocks count from each document's own start and the last one may be short: with documents
-    0 0 0 1 1 1 and blocks of 2 the answer is 0 0 1 2 2 3.
+    0 0 0 1 1 1 and blocks of 2 the answer is 0 0 1 2 2 3. A block never holds a response (a run of
+    supervised tokens) and what follows it. On the grid "response" blocks count from where the
+    response, or what follows it, starts.
     """
-    names: dict[tuple[int, int], int] = {}
-    out = []
-    for ordinal, position in zip(_ints(document), positions(document), strict=True):
+    assert grid in ("document", "response"), grid
+    document, out, last = _ints(document), [], -1
+    said = [True] * len(document) if supervised is None else [bool(s) for s in supervised]
+    count = 0  # tokens since blocks were last counted from
+    for i, ordinal in enumerate(document):
         if ordinal < 0:
             out.append(-1)
-        else:
-            out.append(names.setdefault((ordinal, position // block_size), len(names)))
+            continue
+        fresh = i == 0 or document[i - 1] != ordinal
+        response_ends = not fresh and said[i - 1] and not said[i]
+        response_starts = not fresh and said[i] and not said[i - 1]
+        if fresh or (grid == "response" and (response_ends or response_starts)):
+            count = 0
+        last += count % block_size == 0 or response_ends
+        count += 1
+        out.append(last)
     return out
 
 
@@ -68,6 +84,7 @@ def visible(
     window_anchor: str = "row",
     corrupted: Sequence[int] | None = None,
     copy: Sequence[int] | None = None,
+    block: Sequence[int] | None = None,
 ) -> Tensor:
     """True where a row sees a key, bool [T+X, T+X]: clean positions first, then corrupted rows.
 
@@ -94,12 +111,13 @@ def visible(
         window_anchor: "row", or "block": corrupted rows count the window from their block's start.
         corrupted: clean position of each corrupted row [X]; default all but padding, in order.
         copy: copy of each corrupted row [X]; a unit is a block in one copy. Default all 0.
+        block: block of each packed position [T]; default `block_of` the document grid.
     """
     assert clean_relation in ("block", "token"), clean_relation
     assert own_relation in ("bidirectional", "causal"), own_relation
     assert window_anchor in ("row", "block"), window_anchor
     document = _ints(document)
-    block = block_of(document, block_size)
+    block = block_of(document, block_size) if block is None else _ints(block)
     corrupted = corrupted_rows(document, block_size) if corrupted is None else _ints(corrupted)
     copy = [0] * len(corrupted) if copy is None else _ints(copy)
     _check_whole_blocks(block, corrupted, copy)
@@ -502,6 +520,178 @@ def bound(
     table["ce"][scored_at] = ce.detach()
     total = (table["weight"][scored_at] * ce).sum()
     return Bound(total, sum(scored), table, [of_layer[real] for of_layer in routers])
+
+
+class Draws(NamedTuple):
+    """Chance of one copy: t of each global block [N]; u, and what a token becomes, [T]."""
+
+    t: Sequence[float]
+    u: Sequence[float]
+    other: Sequence[int]
+
+
+class Row(NamedTuple):
+    """A corrupted row: what it holds and what it is scored on."""
+
+    copy: int
+    position: int  # packed
+    token: int
+    label: int  # of the token that it can be scored on; -1: none
+    weight: float  # 0: not scored
+    counted: bool
+    p: float  # of the token that it can be scored on
+
+
+def corrupted_table(
+    tokens: Sequence[int],
+    document: Sequence[int],
+    block: Sequence[int],
+    supervised: Sequence[bool],
+    copies: Sequence[Draws],
+    *,
+    weighting: str = "bound",
+    schedule: str = "linear",
+    complementary: bool = False,
+    never: Sequence[int] = (),
+    alignment: str = "same",
+    scored: str = "corrupted",
+    count: str = "supervised",
+) -> list[Row]:
+    """Every corrupted row of a recipe, unit by unit, from the definitions.
+
+    Args:
+        tokens: clean ids [T].
+        document: ordinal of each position [T], -1 for padding.
+        block: `block_of` each position [T].
+        supervised: [T].
+        copies: chance of each copy. Of a complementary pair only that of the first counts.
+        weighting: see `bound`.
+        schedule: see `bound`.
+        complementary: odd copies corrupt what the copy before them left.
+        never: ids that are neither corrupted nor scored.
+        alignment: the row of token i predicts token i ("same") or i + 1 ("next").
+        scored: "corrupted" tokens or "all" that could be.
+        count: "supervised" tokens that can be scored, or "corrupted" ones. A complementary pair
+            counts a supervised token once.
+    """
+    length = len(tokens)
+    may = [bool(supervised[i]) and block[i] >= 0 and tokens[i] not in never for i in range(length)]
+
+    def predicts(i: int) -> int | None:
+        """The position that the row of position i is about."""
+        if alignment == "same":
+            return i
+        inside = i + 1 < length and document[i + 1] == document[i]
+        return i + 1 if inside else None
+
+    def p_of(copy: int, i: int) -> tuple[float, float]:
+        if complementary and copy % 2 == 1:
+            return 1 - p_of(copy - 1, i)[0], math.nan
+        return noise(float(copies[copy].t[block[i]]), schedule)
+
+    def hit(copy: int, i: int) -> bool:
+        if complementary and copy % 2 == 1:
+            return may[i] and not hit(copy - 1, i)
+        return may[i] and float(copies[copy].u[i]) < p_of(copy, i)[0]
+
+    rows = []
+    for b in range(max(block, default=-1) + 1):
+        inside = [i for i in range(length) if block[i] == b]
+        about = [j for j in map(predicts, inside) if j is not None]
+        if not any(supervised[j] for j in about):
+            continue
+        for c in range(len(copies)):
+            for i in inside:
+                becomes = copies[c - c % 2 if complementary else c].other[i]
+                token = int(becomes) if hit(c, i) else int(tokens[i])
+                j = predicts(i)
+                if j is None or not may[j]:
+                    rows.append(Row(c, i, token, -1, 0.0, False, 0.0))
+                    continue
+                p, slope = p_of(c, j)
+                weight = 0.0
+                if scored == "all" or hit(c, j):
+                    weight = {
+                        "bound": lambda p=p, s=slope: s / p,
+                        "one": lambda: 1.0,
+                        "inverse_p": lambda p=p: 1 / p,
+                    }[weighting]()
+                counted = hit(c, j) if count == "corrupted" else not complementary or c % 2 == 0
+                rows.append(Row(c, i, token, int(tokens[j]), weight, counted, p))
+    return rows
+
+
+def diffusion(
+    weights: dict[str, Tensor],
+    config: GPTShape,
+    tokens: Sequence[int] | Tensor,
+    document: Sequence[int] | Tensor,
+    block: Sequence[int],
+    table: Sequence[Row],
+    *,
+    vocab: int,
+    excluded: Sequence[int] = (),
+    clean_relation: str = "block",
+    own_relation: str = "bidirectional",
+    window: int | list[int | None] | None = None,
+    window_anchor: str = "row",
+    routed: str = "all",
+) -> tuple[Tensor, int, list[Tensor]]:
+    """(sum of weight x CE, count, router logits) of a table of corrupted rows.
+
+    Args:
+        weights: state dict of a GPTModel (see `gpt`).
+        config: the shape of the network.
+        tokens: clean ids [T].
+        document: ordinal of each position [T], -1 for padding.
+        block: `block_of` each position [T].
+        table: of `corrupted_table`.
+        vocab: true vocabulary size.
+        excluded: ids that cannot be predicted.
+        clean_relation, own_relation, window, window_anchor: see `visible`.
+        routed: see `bound`; or "whole": the clean rows of documents with a corrupted row.
+    """
+    tokens, document = _ints(tokens), _ints(document)
+    length = len(tokens)
+    at = [row.position for row in table]
+    windows = window if isinstance(window, list) else [window] * config.layers
+    mask = [
+        visible(
+            document,
+            1,
+            clean_relation=clean_relation,
+            own_relation=own_relation,
+            window=of_layer,
+            window_anchor=window_anchor,
+            corrupted=at,
+            copy=[row.copy for row in table],
+            block=block,
+        )
+        for of_layer in windows
+    ]
+    position = positions(document)
+    ids = torch.tensor([*tokens, *(row.token for row in table)], dtype=torch.long)
+    where = torch.tensor(position + [position[i] for i in at], dtype=torch.long)
+    routers: list[Tensor] = []
+    logits = gpt(weights, config, ids, where, mask, routers)[length:]
+    last = {document[i]: block[i] for i in at}
+    needed = [
+        b >= 0
+        and (
+            routed == "all"
+            or (routed == "whole" and d in last)
+            or b < last.get(d, -1)
+            or (routed == "scored" and b == last.get(d))
+        )
+        for b, d in zip(block, document, strict=True)
+    ]
+    real = torch.tensor(needed + [True] * len(table), dtype=torch.bool)
+    keep = torch.tensor([row.weight != 0 for row in table], dtype=torch.bool)
+    label = torch.tensor([row.label for row in table], dtype=torch.long)
+    weight = torch.tensor([row.weight for row in table], dtype=torch.float64)
+    ce = cross_entropy(logits[keep], label[keep], vocab, list(excluded))
+    count = sum(row.counted for row in table)
+    return (weight[keep] * ce).sum(), count, [of_layer[real] for of_layer in routers]
 
 
 def next_token(

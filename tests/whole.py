@@ -35,6 +35,7 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
     objective: dict[str, Any] = field(default_factory=dict)
     windows: list[int | None] | None = None  # of each layer, where they differ
+    copies: int = 1
 
     @property
     def experts(self) -> int:
@@ -94,6 +95,65 @@ SHAPES = {
     ),
     "fewer units than ranks, nothing supervised": Shape(
         LLAMA, (Case((3,), 4), Case((10, 6), 4, prompts=(0, 1)), Case((1,), 4), Case((9,), 4))
+    ),
+}
+
+# Two chats, one of two turns: prompts of 3, 2 and 9 tokens, responses of 6, 5 and 4; a text.
+CHATS = Case(
+    (17, 15, 5),
+    4,
+    padding=2,
+    responses=(((3, 9), (11, 16)), ((9, 13),), ((0, 5),)),
+)
+TURNS = Case((11, 9), 4, responses=(((4, 8),), ((1, 3), (8, 9))))
+NOTHING = Case((6,), 4, prompts=(0,))
+
+
+def chats(**how: Any) -> tuple[Case, ...]:
+    """The chats seen in some way, one row a micro-batch; the third row is a prompt alone."""
+    return tuple(dataclasses.replace(case, **how) for case in (CHATS, TURNS, NOTHING, CHATS))
+
+
+# What `arguments/presets.py` makes of each preset (tests/unit/test_presets.py holds them equal).
+PRESETS = {
+    "fast_dllm_v2": Shape(
+        LLAMA,
+        chats(),
+        weighting="one",
+        objective={"alignment": "next", "complementary": True},
+        copies=2,
+    ),
+    "nemotron": Shape(
+        QWEN3,
+        chats(clean_relation="token"),
+        weighting="inverse_p",
+        objective={
+            "noise_per": "document",
+            "count": "joint",
+            "diffusion_weight": 0.3,
+            "ar_weight": 1.0,
+        },
+    ),
+    "diffusion_gemma": Shape(
+        LLAMA,
+        chats(clean_relation="token", grid="response", window_anchor="block"),
+        weighting="one",
+        objective={"noise": "uniform", "scored": "all", "ar_weight": 1.0, "ar_scored": "all"},
+    ),
+}
+SHAPES |= PRESETS | {
+    "three copies, next, response grid, ids left alone, corrupted count": Shape(
+        LLAMA,
+        chats(grid="response"),
+        objective={"alignment": "next", "never_corrupt": (1, 7, 9, 30), "count": "corrupted"},
+        copies=3,
+    ),
+    "window from the block, two copies": Shape(
+        LLAMA,
+        (Case((19, 14), 4, window_anchor="block"),) * 4,
+        extra={"window_size": (4, 0), "window_attn_skip_freq": 2},
+        windows=[5, None],
+        copies=2,
     ),
 }
 
@@ -223,6 +283,13 @@ def degrees(slot: Slot) -> tuple[int, int]:
     return slot if isinstance(slot, tuple) else (slot, slot)
 
 
+def scoring(shape: Shape) -> str:
+    """What clean rows are scored on."""
+    if shape.objective.get("ar_weight", 0.0) == 0:
+        return "none"
+    return str(shape.objective.get("ar_scored", "supervised"))
+
+
 def settings_of(case: Case, shape: Shape, slot: Slot, micro_batches: int) -> Any:
     from megatron_bp.diffusion.objective import Objective
     from megatron_bp.sequence.plan import SequenceOptions
@@ -234,7 +301,11 @@ def settings_of(case: Case, shape: Shape, slot: Slot, micro_batches: int) -> Any
             *degrees(slot),
             clean_relation=case.clean_relation,
             own_relation=case.own_relation,
-            score_clean="supervised" if shape.objective.get("ar_weight", 0.0) > 0 else "none",
+            score_clean=scoring(shape),
+            grid=case.grid,
+            alignment=shape.objective.get("alignment", "same"),
+            copies=shape.copies,
+            window_anchor=case.window_anchor,
         ),
         objective=Objective(
             shape.mask_id,
@@ -381,23 +452,48 @@ def loss_over_ranks(shape: Shape, losses: list[dict[str, Tensor]]) -> tuple[floa
     return loss, counts
 
 
-def draws_of(shape: Shape, case: Case, key: int) -> dict[str, Any]:
-    """The project's noise, all that the oracle gets of it: t of each block, u of each position."""
+def draws_of(shape: Shape, case: Case, key: int, block: list[int], copy: int) -> oracle.Draws:
+    """The project's noise in one copy, all that the oracle gets of it."""
     from megatron_bp.diffusion.levels import levels
     from megatron_bp.diffusion.noise import NoiseKey, Purpose, uniform
 
-    t, u, other = [], [], []
+    t, u, other, first = [], [], [], 0
     objective = settings_of(case, shape, 1, 1).objective
     for ordinal, length in enumerate(case.lengths):
-        noise = NoiseKey(SEED, 0, 0, key + ordinal, 0)
-        blocks = -(-length // case.block_size)
+        noise = NoiseKey(SEED, 0, 0, key + ordinal, copy)
+        blocks = len(set(block[first : first + length]))
         t += levels(noise, blocks, objective, objective.interval).tolist()
         u += uniform(noise, Purpose.MASK, 0, length).tolist()
         ids = uniform(noise, Purpose.REPLACEMENT, 0, length) * shape.vocabulary
-        other += ids.astype(int).tolist()
-    padding = case.padding
-    replacement = other + [0] * padding if objective.noise == "uniform" else None
-    return {"t": t, "u": u + [1.0] * padding, "replacement": replacement}
+        other += ids.astype(int).tolist() if objective.noise == "uniform" else []
+        first += length
+    nothing = [0] * case.padding
+    others = other + nothing if other else [shape.mask_id] * (first + case.padding)
+    return oracle.Draws(t, u + [1.0] * case.padding, others)
+
+
+def table_of(shape: Shape, case: Case, number: int) -> tuple[list[int], list[oracle.Row]]:
+    """(block of each position, corrupted rows) of row `number`, from the definitions."""
+    sample = sample_of(case, shape.vocabulary - 1, seed=number)
+    document, supervised = sample.document.tolist(), sample.supervised.tolist()
+    block = oracle.block_of(document, case.block_size, supervised, case.grid)
+    o = shape.objective
+    key = 1000 * number + case.first
+    table = oracle.corrupted_table(
+        sample.tokens.tolist(),
+        document,
+        block,
+        supervised,
+        [draws_of(shape, case, key, block, c) for c in range(shape.copies)],
+        weighting=shape.weighting,
+        schedule=o.get("schedule", "linear"),
+        complementary=o.get("complementary", False),
+        never=o.get("never_corrupt", ()),
+        alignment=o.get("alignment", "same"),
+        scored=o.get("scored", "corrupted"),
+        count="supervised" if o.get("count", "supervised") == "supervised" else "corrupted",
+    )
+    return block, table
 
 
 def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -405,44 +501,50 @@ def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
     leaves = {name: w.double().requires_grad_() for name, w in weights.items()}
     total, count = torch.zeros((), dtype=torch.float64), 0
     ar_total, ar_count = torch.zeros((), dtype=torch.float64), 0
-    with_ar = shape.objective.get("ar_weight", 0.0) > 0
+    scores = scoring(shape)
     routers: list[list[Tensor]] = []  # of each micro-batch, of each MoE layer
     for i, case in enumerate(shape.rows):
         sample = sample_of(case, shape.vocabulary - 1, seed=i)
-        if with_ar:
+        block, table = table_of(shape, case, i)
+        document, supervised = sample.document.tolist(), sample.supervised.tolist()
+        if scores == "all":  # of documents with a corrupted row
+            with_rows = {document[row.position] for row in table}
+            supervised = [d in with_rows for d in document]
+        if scores != "none":
             ar = oracle.next_token(
                 leaves,
                 shape.gpt,
                 sample.tokens.tolist(),
-                sample.document.tolist(),
+                document,
                 vocab=shape.vocabulary,
-                supervised=sample.supervised.tolist(),
+                supervised=supervised,
             )
             ar_total, ar_count = ar_total + ar[0], ar_count + ar[1]
-        row = oracle.bound(
+        of_row, counted, of_routers = oracle.diffusion(
             leaves,
             shape.gpt,
             sample.tokens.tolist(),
-            sample.document.tolist(),
-            case.block_size,
-            **draws_of(shape, case, 1000 * i + case.first),
-            schedule=shape.objective.get("schedule", "linear"),
-            mask_id=shape.mask_id,
+            document,
+            block,
+            table,
             vocab=shape.vocabulary,
-            weighting=shape.weighting,
-            supervised=sample.supervised.tolist(),
+            excluded=[shape.mask_id] if shape.objective.get("exclude_mask_logit") else [],
             clean_relation=case.clean_relation,
             own_relation=case.own_relation,
             window=shape.windows or case.window,
-            routed="scored" if with_ar else "seen",
+            window_anchor=case.window_anchor,
+            routed={"none": "seen", "supervised": "scored", "all": "whole"}[scores],
         )
-        total, count = total + row.total, count + row.count
-        routers.append(row.routers)
-    loss = shape.objective.get("diffusion_weight", 1.0) * total / max(1, count)
-    counts = [count]
-    if with_ar:
-        loss = loss + shape.objective["ar_weight"] * ar_total / max(1, ar_count)
-        counts.append(ar_count)
+        total, count = total + of_row, count + counted
+        routers.append(of_routers)
+    divisor, ar_divisor = count, ar_count
+    if shape.objective.get("count") == "joint":
+        divisor = ar_divisor = count + ar_count
+    loss = shape.objective.get("diffusion_weight", 1.0) * total / max(1, divisor)
+    counts = [divisor]
+    if scores != "none":
+        loss = loss + shape.objective["ar_weight"] * ar_total / max(1, ar_divisor)
+        counts.append(ar_divisor)
     terms = loss.item()
     balance, z, rows = auxiliary_oracle(shape, routers)
     loss = loss + shape.extra.get("moe_aux_loss_coeff", 0.0) * sum(balance)

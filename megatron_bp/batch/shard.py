@@ -29,7 +29,7 @@ class LocalTerm:
         weights: float32[S], weight of its cross-entropy; 0 = not scored.
         count: this rank's share of the term's count. A clean row that several ranks compute is
             scored, and counted, by `SequencePlan.scorer` alone.
-        factor: of the term in the total.
+        factor, joint: see there.
     """
 
     name: str
@@ -37,6 +37,7 @@ class LocalTerm:
     weights: Tensor
     count: int
     factor: float
+    joint: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +48,9 @@ class LocalBatch:
         input_ids: int64[S], token of each row.
         position_ids: int64[S], position inside its document.
         terms: the loss terms.
-        p: float32[S], probability with which the row's token was corrupted; 0 for a clean row.
-        corrupted: how many of the rows' tokens were corrupted.
+        p: float32[S], probability with which the token that a corrupted row is scored on was
+            corrupted; 0 for a clean row.
+        corruptible, corrupted: how many of the rows' tokens could be corrupted, and were.
         num_clean: the first `num_clean` rows are clean.
         visibility: one for each distinct window of the model's layers (None = no window).
         clean_tokens: this rank's share of the sample's tokens, computed or not (padding left out):
@@ -63,6 +65,7 @@ class LocalBatch:
     position_ids: Tensor
     terms: tuple[LocalTerm, ...]
     p: Tensor
+    corruptible: int
     corrupted: int
     num_clean: int
     visibility: dict[int | None, Visibility]
@@ -117,13 +120,21 @@ def local_batch(
             return join(of_clean, column[length + corrupted])
 
         count = int(torch.count_nonzero(of_rows(term.counted)))
-        return LocalTerm(term.name, of_rows(term.labels), of_rows(term.weights), count, term.factor)
+        return LocalTerm(
+            name=term.name,
+            labels=of_rows(term.labels),
+            weights=of_rows(term.weights),
+            count=count,
+            factor=term.factor,
+            joint=term.joint,
+        )
 
     return LocalBatch(
         input_ids=join(sample.tokens[clean], corruption.tokens[corrupted]),
         position_ids=join(sample.position[clean], sample.position[of_corrupted].astype(np.int64)),
         terms=tuple(local(term) for term in corruption.terms),
-        p=join(np.zeros(len(clean)), corruption.p[corrupted]),
+        p=join(np.zeros(len(clean)), corruption.scored_p[corrupted]),
+        corruptible=int(np.count_nonzero(corruption.corruptible[corrupted])),
         corrupted=int(np.count_nonzero(corruption.corrupted[corrupted])),
         num_clean=mine.num_clean,
         visibility={w: visibility(plan, clean, corrupted, w, filling) for w in windows},

@@ -14,31 +14,40 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TermScales:
-    """What multiplies each term's sum, and which term's count divides the step.
+    """What multiplies each term's sum, and whose count divides the step.
 
     Attributes:
-        reference: index of the term whose count Megatron divides by.
+        reference: indices of the terms whose counts, added up, Megatron divides by.
         scales: of each term: its factor x N_ref / N, or 0 where it counts nothing.
     """
 
-    reference: int
+    reference: tuple[int, ...]
     scales: tuple[float, ...]
 
 
-def term_scales(counts: Sequence[int], factors: Sequence[float]) -> TermScales:
+def divisors(counts: Sequence[int], joint: Sequence[bool]) -> list[int]:
+    """What divides each term's sum: its own count, or those of all joint terms together."""
+    together = sum(n for n, shares in zip(counts, joint, strict=True) if shares)
+    return [together if shares else n for n, shares in zip(counts, joint, strict=True)]
+
+
+def term_scales(
+    counts: Sequence[int], factors: Sequence[float], joint: Sequence[bool]
+) -> TermScales:
     """The scales of terms with the given counts over the whole step.
 
-    The total loss is sum_k factor_k * sum_k / N_k; a term that counts nothing contributes 0. The
-    counts of a single term need not be known: it is its own reference.
+    The total loss is sum_k factor_k * sum_k / N_k, N_k as in `divisors`; a term that counts nothing
+    contributes 0. The counts of a single term need not be known: it is its own reference.
     """
     if len(counts) == 1:
-        return TermScales(0, (factors[0],))
-    reference = next((k for k, n in enumerate(counts) if n > 0), 0)
+        return TermScales((0,), (factors[0],))
+    by = divisors(counts, joint)
+    first = next((k for k, n in enumerate(by) if n > 0), 0)
+    reference = tuple(k for k, shares in enumerate(joint) if shares) if joint[first] else (first,)
     return TermScales(
         reference,
         tuple(
-            factor * counts[reference] / n if n > 0 else 0.0
-            for factor, n in zip(factors, counts, strict=True)
+            factor * by[first] / n if n > 0 else 0.0 for factor, n in zip(factors, by, strict=True)
         ),
     )
 
@@ -47,7 +56,7 @@ def row_scale(count: int, rows: int) -> float:
     """What multiplies a sum over a step's rows so that it ends up as the mean over them.
 
     Args:
-        count: of the reference term in the whole step, N_ref; Megatron divides by max(1, N_ref).
+        count: the reference count of the whole step, N_ref; Megatron divides by max(1, N_ref).
         rows: unique rows of the whole step; without any there is no sum either.
     """
     return max(1, count) / rows if rows else 0.0
@@ -59,7 +68,7 @@ class LossSum:
 
     Attributes:
         total: scalar with gradient, sum over terms of scale x weight x cross-entropy.
-        count: this rank's share of the reference term's count.
+        count: this rank's share of the reference count.
     """
 
     total: Tensor

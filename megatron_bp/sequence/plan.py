@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_bp.sequence.blocks import block_grid
+from megatron_bp.sequence.blocks import block_grid, first_mixed
 from megatron_bp.sequence.packing import Sample
 from megatron_bp.sequence.partition import Runs
 from megatron_bp.sequence.shares import Work, by_place, by_unit
@@ -50,15 +50,16 @@ class SequencePlan:
     """Everything about a packed row that does not depend on noise (T, N, U, R ranks as named).
 
     A clean position is *needed* if a unit sees it, or if clean rows are scored and it can be: in
-    each document those before its last target block (`score_clean`: up to that block's end). Others
-    are computed by no rank in any mode.
+    each document those before its last target block (`score_clean` "supervised": up to that block's
+    end, "all": to the document's, if it has a target block). Others are computed by no rank in any
+    mode.
 
     Attributes:
         block_of: int32[T], block of each position; -1 for padding.
         block_start, block_stop: int32[N].
         block_document_start: int32[N], first position of the block's document.
         block_index: int32[N], number of the block inside its document.
-        units: the target units in corrupted order, which is that of their positions.
+        units: the target units in corrupted order: by position, then by copy.
         unit_block: int32[U], the (first) block of each unit.
         unit_owner: int32[U], slot rank that computes the unit; -1 in mode CP, which splits units.
         clean_runs: clean positions that each slot rank computes; a position may have several.
@@ -110,16 +111,40 @@ class SequencePlan:
         return int(np.count_nonzero(self.scorer >= 0)) + int(self.units.offset[-1])
 
 
-def make_plan(sample: Sample, options: SequenceOptions) -> SequencePlan:
-    """The plan of one packed row. A block with no supervised token has no corrupted rows."""
-    grid = block_grid(sample.document, sample.position, options.block_size)
-    used = int(np.count_nonzero(grid.block_of >= 0))
-    supervised = np.bincount(
-        grid.block_of[:used], weights=sample.supervised[:used], minlength=len(grid.start)
+def refuse_mixed(sample: Sample, options: SequenceOptions) -> None:
+    """Raise a ValueError if a block holds a response and a prompt that follows it."""
+    place = first_mixed(
+        sample.document, sample.position, options.block_size, sample.supervised, options.grid
     )
-    target = np.flatnonzero(supervised > 0).astype(np.int32)
+    if place is not None:
+        key = sample.document_keys[sample.document[place]]
+        raise ValueError(
+            f"--response-end refuse: in the document with key {key} a response ends at token "
+            f"{sample.position[place]}, inside a block of {options.block_size}, and a prompt "
+            f"follows: its tokens would be seen by the response's; use --response-end cut, or pad "
+            f"responses to whole blocks"
+        )
+
+
+def make_plan(sample: Sample, options: SequenceOptions) -> SequencePlan:
+    """The plan of one packed row. A block no row of which can be scored has no corrupted rows.
+
+    Raises:
+        ValueError: a block holds a response and a prompt after it, and that is to be refused.
+    """
+    if options.response_end == "refuse":
+        refuse_mixed(sample, options)
+    grid = block_grid(
+        sample.document, sample.position, options.block_size, sample.supervised, options.grid
+    )
+    used = int(np.count_nonzero(grid.block_of >= 0))
+    scored = sample.supervised[:used]
+    if options.alignment == "next":  # the row before a token scores it
+        scored = np.append(scored[1:] & (sample.position[1:used] > 0), False)[:used]
+    of_block = np.bincount(grid.block_of[:used], weights=scored, minlength=len(grid.start))
+    target = np.repeat(np.flatnonzero(of_block > 0).astype(np.int32), options.copies)
     units = Units(
-        copy=np.zeros(len(target), dtype=np.int32),
+        copy=np.tile(np.arange(options.copies, dtype=np.int32), len(target) // options.copies),
         document=grid.document[target],
         start=grid.start[target],
         stop=grid.stop[target],

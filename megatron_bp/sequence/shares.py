@@ -51,7 +51,11 @@ class Work:
         need = units.start.astype(np.int64)
         if options.score_clean != "none" and len(need):
             last = np.append(np.diff(units.document) != 0, True)
-            need = np.where(last, units.stop, need)
+            end = units.stop
+            if options.score_clean == "all":  # of the document
+                after = np.searchsorted(grid.document, units.document, side="right")
+                end = grid.stop[after - 1]
+            need = np.where(last, end, need)
         return cls(
             grid=grid,
             units=units,

@@ -6,9 +6,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_bp.sequence.blocks import Grid
+
 CleanRelation = Literal["block", "token"]
 OwnRelation = Literal["bidirectional", "causal"]
-Grid = Literal["document", "response"]
 ResponseEnd = Literal["cut", "refuse"]
 Scoring = Literal["none", "supervised", "all"]
 Alignment = Literal["same", "next"]

@@ -84,7 +84,8 @@ def visibility(
     own_clean_hi = plan.block_start[block]
     if window is not None:
         clean_lo = np.maximum(clean_lo, clean - (window - 1))
-        own_clean_lo = np.minimum(np.maximum(own_clean_lo, position - (window - 1)), own_clean_hi)
+        anchor = position if plan.options.window_anchor == "row" else own_clean_hi
+        own_clean_lo = np.minimum(np.maximum(own_clean_lo, anchor - (window - 1)), own_clean_hi)
     none, nobody = np.zeros(len(clean), dtype=np.int32), np.zeros(filling, dtype=np.int32)
 
     def join(of_clean: NDArray[np.int32], of_filling: NDArray[np.int32], of_own: object) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_bp.attention.exchange import CleanExchange
 from megatron_bp.batch.shard import LocalBatch
+from megatron_bp.diffusion.loss import divisors
 from megatron_bp.model.output import LossHead
 from megatron_bp.parallel.collectives import gather_numbers
 
@@ -62,10 +63,11 @@ class Step:
 
     Attributes:
         loss: of each term, sum / count; 0 where nothing is counted.
-        loss_sum, count: of each term.
+        loss_sum, count: of each term; joint terms have the same count.
         total: sum over terms of factor x loss.
         bins: mean cross-entropy of scored rows by probability of corruption; None where no row.
-        corrupted, scored, rows: rows whose token was corrupted, that carry a loss, in all.
+        corruptible, corrupted, scored, rows: corrupted rows whose token could be corrupted, and
+            was; rows that carry a loss; all rows.
         clean_tokens: tokens of the samples, counted once.
         bytes_sent: by all ranks of the job, in the exchange of clean K/V.
         balance: worst / mean cost of a rank; see `_balance`.
@@ -80,6 +82,7 @@ class Step:
     count: dict[str, int]
     total: float
     bins: list[float | None]
+    corruptible: int
     corrupted: int
     scored: int
     rows: int
@@ -97,6 +100,7 @@ class _Counted:
 
     terms: tuple[tuple[str, float], ...]
     counts: tuple[int, ...]
+    corruptible: int
     corrupted: int
     scored: int
     rows: int
@@ -106,7 +110,10 @@ class _Counted:
 def _counted(batch: LocalBatch) -> _Counted:
     return _Counted(
         terms=tuple((term.name, term.factor) for term in batch.terms),
-        counts=tuple(term.count for term in batch.terms),
+        counts=tuple(
+            divisors([term.count for term in batch.terms], [term.joint for term in batch.terms])
+        ),
+        corruptible=batch.corruptible,
         corrupted=batch.corrupted,
         scored=sum(int(torch.count_nonzero(term.weights)) for term in batch.terms),
         rows=len(batch.input_ids),
@@ -200,6 +207,7 @@ class Metrics:
         first = pile.sums[0].by_term
         counts = [[c.counts[k] for c in pile.counted] for k in range(len(terms))]
         numbers = [
+            sum(c.corruptible for c in pile.counted),
             sum(c.corrupted for c in pile.counted),
             sum(c.scored for c in pile.counted),
             sum(c.rows for c in pile.counted),
@@ -220,7 +228,7 @@ class Metrics:
             ]
         )
         every = gather_numbers(vector, group).cpu()
-        parts = every.split([len(terms)] * 2 + [BINS] * 2 + [4] + [len(by_sample)] * 4, dim=1)
+        parts = every.split([len(terms)] * 2 + [BINS] * 2 + [5] + [len(by_sample)] * 4, dim=1)
         loss_sum, count, bin_loss, bin_rows = (part.sum(0).tolist() for part in parts[:4])
         whole = parts[4].sum(0).tolist()
         names = [name for name, _ in terms]
@@ -231,10 +239,11 @@ class Metrics:
             count={name: int(n) for name, n in zip(names, count, strict=True)},
             total=sum(factor * part for (_, factor), part in zip(terms, loss, strict=True)),
             bins=[s / n if n else None for s, n in zip(bin_loss, bin_rows, strict=True)],
-            corrupted=int(whole[0]),
-            scored=int(whole[1]),
-            rows=int(whole[2]),
-            clean_tokens=int(whole[3]),
+            corruptible=int(whole[0]),
+            corrupted=int(whole[1]),
+            scored=int(whole[2]),
+            rows=int(whole[3]),
+            clean_tokens=int(whole[4]),
             bytes_sent=int(of_job[:, 0].sum()),
             balance=_balance(parts[8], slot),
             seconds=float(of_job[:, 1].max()),
@@ -259,9 +268,8 @@ def _by_sample(of_ranks: Tensor, slot: int) -> Tensor:
 
 
 def masked_fraction(step: Step) -> float:
-    """Corrupted tokens of those that the diffusion term counts; 0 without such a term."""
-    counted = step.count.get("diffusion", 0)
-    return step.corrupted / counted if counted else 0.0
+    """Corrupted tokens of those that could be, in all copies; 0 without any."""
+    return step.corrupted / step.corruptible if step.corruptible else 0.0
 
 
 def as_row(step: Step) -> dict[str, Any]:

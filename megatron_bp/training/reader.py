@@ -97,8 +97,10 @@ class StepReader:
             whole = torch.tensor([*counts, rows], dtype=torch.int64, device=device)
             dist.all_reduce(whole, group=data_parallel)
             *counts, rows = whole.tolist()
-        scales = term_scales(counts, [term.factor for term in corruptions[0].terms])
-        of_rows = row_scale(counts[scales.reference], rows) if self._count_rows else None
+        terms = corruptions[0].terms
+        scales = term_scales(counts, [t.factor for t in terms], [t.joint for t in terms])
+        reference = sum(counts[k] for k in scales.reference)
+        of_rows = row_scale(reference, rows) if self._count_rows else None
         return [
             MicroBatch(sample, plan, corruption, scales, of_rows)
             for sample, plan, corruption in zip(samples, plans, corruptions, strict=True)

@@ -18,7 +18,7 @@ from megatron_bp.attention.kernels import tiled
 from megatron_bp.attention.layout import Layout
 from megatron_bp.attention.parts import make_view
 from megatron_bp.batch.shard import LocalBatch, local_batch
-from megatron_bp.diffusion.loss import LossSum, report
+from megatron_bp.diffusion.loss import LossSum, divisors, report
 from megatron_bp.diffusion.objective import Objective
 from megatron_bp.model.output import LossHead, scored_rows
 from megatron_bp.sequence.plan import SequenceOptions
@@ -152,11 +152,10 @@ def forward_step(
         cost = int(micro.plan.cost[forward.slot_rank])
         text = float(micro.sample.document_bytes.sum()) if forward.slot_rank == 0 else 0.0
         settings.metrics.add(sums, forward.batch, cost, forward.layout.exchange, text)
-    count = forward.batch.terms[micro.scales.reference].count
-    reports = {
-        f"{term.name} loss": report(sums.by_term[k], term.count)
-        for k, term in enumerate(forward.batch.terms)
-    }
+    terms = forward.batch.terms
+    count = sum(terms[k].count for k in micro.scales.reference)
+    by = divisors([term.count for term in terms], [term.joint for term in terms])
+    reports = {f"{term.name} loss": report(sums.by_term[k], by[k]) for k, term in enumerate(terms)}
     return forward.output, partial(loss_function, count, reports)
 
 

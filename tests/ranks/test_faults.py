@@ -8,6 +8,7 @@ from faults import FAULTS
 from ranks import RankError, run_ranks
 from whole import SHAPES, Slot, check_step, oracle_step, step_on_rank
 
+COPIES = "three copies, next, response grid, ids left alone, corrupted count"
 # Where a fault shows, if not in CSBP on the first shape: shape, and BP and CP.
 ELSEWHERE: dict[str, tuple[str, Slot]] = {
     "one count for all terms": ("next-token term", 2),
@@ -15,6 +16,15 @@ ELSEWHERE: dict[str, tuple[str, Slot]] = {
     "prefix one block short": ("llama", (2, 1)),
     "unit computed twice": ("llama", (2, 1)),
     "gradients of corrupted keys not sent back": ("llama", (1, 2)),
+    "a row scores its own token, not the next": ("fast_dllm_v2", 2),
+    "views that are not complementary": ("fast_dllm_v2", 2),
+    "one copy less": (COPIES, 2),
+    "ids to be left alone are corrupted": (COPIES, 2),
+    "terms that share a count have their own": ("nemotron", 2),
+    "only corrupted tokens scored": ("diffusion_gemma", 2),
+    "prompts not scored by the next-token term": ("diffusion_gemma", 2),
+    "blocks of a response count from the document": ("diffusion_gemma", 2),
+    "a block's window counts from each row": ("window from the block, two copies", 2),
 }
 
 

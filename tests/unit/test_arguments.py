@@ -347,13 +347,15 @@ def test_objectives_that_are_accepted(data: str, flags: str) -> None:
     assert isinstance(outcome(base(data, *flags.split())), tuple)
 
 
-def settings_on_rank(rank: int, world: int, flags: list[str]) -> dict[str, Any]:
+def settings_on_rank(
+    rank: int, world: int, flags: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The objective and step settings of flags, beside what Megatron would add."""
     args = full_parser().parse_args(flags)
     args.bdlm_clean_shard_size, args.bdlm_vocabulary = 1, 258
     args.kv_channels, args.ffn_hidden_size = 8, 64
     settings = arguments.settings(args)
-    return vars(settings.objective) | {"clean_relation": settings.sequence.clean_relation}
+    return vars(settings.objective), vars(settings.sequence)
 
 
 @pytest.mark.ranks
@@ -362,22 +364,47 @@ def test_every_flag_of_the_objective_reaches_it() -> None:
         "--mask-token-id 257 --num-attention-heads 4 --hidden-size 32 --seed 9 --noise uniform "
         "--noise-per block --noise-schedule cosine --noise-interval 0.1 0.9 --antithetic "
         "--loss-weighting inverse_p --diffusion-loss-weight 0.3 --ar-loss-weight 0.7 "
-        "--clean-relation token"
+        "--clean-relation token --never-corrupt-ids 3 4 --alignment next --scored-tokens all "
+        "--loss-count joint --ar-scored-tokens all --self-conditioning 0.5 --corrupted-copies 3 "
+        "--block-grid response --response-end refuse --window-anchor block"
     )
-    assert run_ranks(1, settings_on_rank, flags.split())[0] == {
-        "mask_token_id": 257,
-        "vocabulary": 258,
-        "seed": 9,
-        "noise": "uniform",
-        "noise_per": "block",
-        "schedule": "cosine",
-        "interval": (0.1, 0.9),
-        "antithetic": True,
-        "weighting": "inverse_p",
-        "diffusion_weight": 0.3,
-        "ar_weight": 0.7,
-        "clean_relation": "token",
-    }
+    assert run_ranks(1, settings_on_rank, flags.split())[0] == (
+        {
+            "mask_token_id": 257,
+            "vocabulary": 258,
+            "seed": 9,
+            "noise": "uniform",
+            "noise_per": "block",
+            "schedule": "cosine",
+            "interval": (0.1, 0.9),
+            "antithetic": True,
+            "weighting": "inverse_p",
+            "diffusion_weight": 0.3,
+            "ar_weight": 0.7,
+            "complementary": False,
+            "never_corrupt": (3, 4),
+            "alignment": "next",
+            "scored": "all",
+            "count": "joint",
+            "exclude_mask_logit": False,
+            "ar_scored": "all",
+            "self_conditioning": 0.5,
+        },
+        {
+            "block_size": 32,
+            "block_parallel_size": 1,
+            "context_parallel_size": 1,
+            "clean_relation": "token",
+            "own_relation": "bidirectional",
+            "row_cost": 128,
+            "score_clean": "all",
+            "grid": "response",
+            "response_end": "refuse",
+            "alignment": "next",
+            "copies": 3,
+            "window_anchor": "block",
+        },
+    )
 
 
 @pytest.mark.ranks

@@ -59,6 +59,7 @@ def batch_of(rows: list[Row], ar: bool) -> tuple[LocalBatch, LossHead]:
         position_ids=nothing,
         terms=tuple(terms),
         p=torch.tensor([r.p or 0.0 for r in rows]),
+        corruptible=sum(r.p is not None for r in rows),
         corrupted=sum(r.diffusion > 0 for r in rows),
         num_clean=clean,
         visibility={},
@@ -123,6 +124,7 @@ def test_a_step_by_hand(ranks: int, slot: int, ar: bool) -> None:
         want: list[float | None] = [None] * BINS
         want[0], want[2], want[5], want[9] = 0.125, 1.5, (0.25 + 8) / 2, 3.0
         assert step.bins == want
+        assert step.corruptible == 8
         assert (step.corrupted, step.rows, step.clean_tokens) == (5, 16, 8)
         assert step.scored == 5 + 3 * ar
         micro = len(SAMPLES) * slot // ranks
@@ -155,7 +157,7 @@ def test_the_row_of_a_step() -> None:
         "ar_loss_sum": 6.5,
         "ar_count": 3,
         "loss_by_corruption": step.bins,
-        "masked_fraction": 5 / 7,
+        "masked_fraction": 5 / 8,
         "scored": 8,
         "rows": 16,
         "clean_tokens": 8,

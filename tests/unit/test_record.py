@@ -26,6 +26,7 @@ def step_of(value: float, count: int = 8) -> Step:
         count={"diffusion": count},
         total=value,
         bins=[None] * BINS,
+        corruptible=8,
         corrupted=4,
         scored=4,
         rows=16,

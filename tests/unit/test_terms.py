@@ -16,7 +16,7 @@ from megatron_bp.batch.dataset import SampleDataset
 from megatron_bp.batch.shard import local_batch
 from megatron_bp.data.document import Document
 from megatron_bp.diffusion.corruption import Term, corrupt
-from megatron_bp.diffusion.loss import LossSum, TermScales, term_scales
+from megatron_bp.diffusion.loss import LossSum, TermScales, divisors, term_scales
 from megatron_bp.diffusion.objective import Objective
 from megatron_bp.sequence.packing import Sample, pack
 from megatron_bp.sequence.plan import SequenceOptions, make_plan
@@ -147,16 +147,39 @@ def test_ranks_share_each_count(ranks: int) -> None:
 def test_scales_by_hand(
     counts: list[int], factors: list[float], reference: int, scales: tuple[float, ...]
 ) -> None:
-    got = term_scales(counts, factors)
-    assert got.reference == reference
+    got = term_scales(counts, factors, [False] * len(counts))
+    assert got.reference == (reference,)
     assert got.scales == pytest.approx(scales, rel=1e-15)
 
 
-def total_of(sums: list[float], counts: list[int], factors: list[float]) -> float:
+@pytest.mark.parametrize(
+    ("counts", "joint", "reference", "scales"),
+    [
+        ([7, 5], [True, True], (0, 1), (0.3, 0.7)),
+        ([0, 5], [True, True], (0, 1), (0.3, 0.7)),
+        ([0, 0], [True, True], (0, 1), (0.0, 0.0)),
+        ([7, 5], [True, False], (0,), (0.3, 0.7 * 7 / 5)),
+        ([7], [True], (0,), (0.3,)),
+    ],
+)
+def test_joint_terms_share_one_count(
+    counts: list[int], joint: list[bool], reference: tuple[int, ...], scales: tuple[float, ...]
+) -> None:
+    got = term_scales(counts, [0.3, 0.7][: len(counts)], joint)
+    assert got.reference == reference
+    assert got.scales == pytest.approx(scales, rel=1e-15)
+    if all(joint):
+        assert divisors(counts, joint) == [sum(counts)] * len(counts)
+
+
+def total_of(
+    sums: list[float], counts: list[int], factors: list[float], joint: bool = False
+) -> float:
     """What Megatron makes of scaled sums and the reference's count."""
-    scales = term_scales(counts, factors)
+    scales = term_scales(counts, factors, [joint] * len(counts))
     scaled = sum(s * x for s, x in zip(scales.scales, sums, strict=True))
-    loss = LossSum(torch.tensor(scaled, dtype=torch.float64), counts[scales.reference])
+    reference = sum(counts[k] for k in scales.reference)
+    loss = LossSum(torch.tensor(scaled, dtype=torch.float64), reference)
     total, count = loss.for_megatron()
     return float(total / count.clamp(min=1))
 
@@ -166,16 +189,22 @@ def test_the_total_is_the_sum_of_terms_each_over_its_own_count() -> None:
     assert total_of([0.0, 20.0], [0, 5], [0.3, 0.7]) == pytest.approx(0.7 * 4)
     assert total_of([14.0, 0.0], [7, 0], [0.3, 0.7]) == pytest.approx(0.3 * 2)
     assert total_of([0.0, 0.0], [0, 0], [0.3, 0.7]) == 0.0
+    assert total_of([14.0, 20.0], [7, 5], [0.3, 1.0], joint=True) == pytest.approx(24.2 / 12)
+    assert total_of([0.0, 20.0], [0, 5], [0.3, 1.0], joint=True) == pytest.approx(4.0)
+    assert total_of([0.0, 0.0], [0, 0], [0.3, 1.0], joint=True) == 0.0
 
 
 def test_case_10_the_next_token_term_is_divided_by_its_own_pairs() -> None:
-    """With CE = 1 everywhere its loss is 1, whatever the other term counts."""
-    chat = [document([1] * 30_000 + [2] * 512, prompt=30_000)]
-    chat += [document([3] * 2, key=key) for key in range(1, 301)]
-    diffusion, ar = terms_of(pack(chat, 30_512 + 600))
-    assert (diffusion.count, ar.count) == (512 + 600, 512 + 300)
-    sums = [0.0, float(ar.weights.sum())]
-    assert total_of(sums, [diffusion.count, ar.count], [0.3, 1.0]) == pytest.approx(1.0)
+    """With CE = 1 everywhere its loss is 1, whatever the other term counts.
+
+    All pairs of the chat are 30,000 + 512 - 1; those of supervised tokens happen to be 512.
+    """
+    chat = pack([document([1] * 30_000 + [2] * 512, prompt=30_000)], 30_512)
+    for ar_scored, pairs in (("all", 30_511), ("supervised", 512)):
+        diffusion, ar = terms_of(chat, replace(BOTH, ar_scored=ar_scored))
+        assert (diffusion.count, ar.count) == (512, pairs)
+        sums = [0.0, float(ar.weights.sum())]
+        assert total_of(sums, [diffusion.count, ar.count], [0.3, 1.0]) == pytest.approx(1.0)
 
 
 # --- the reader ----------------------------------------------------------------------------------
@@ -237,7 +266,7 @@ def test_a_single_term_needs_no_group_and_reads_a_step_at_once() -> None:
         read.append(source.read)
     assert read == [3, 3, 3, 6, 6, 6]
     assert first_keys(got) == [0, 1, 2, 3, 4, 5]
-    assert {m.scales for m in got} == {TermScales(0, (1.0,))}
+    assert {m.scales for m in got} == {TermScales((0,), (1.0,))}
 
 
 def test_iterators_do_not_mix() -> None:
@@ -267,7 +296,7 @@ def test_scales_are_those_of_the_whole_step_on_any_number_of_ranks() -> None:
     for step in range(2):
         samples = range(4 * step, 4 * step + 4)
         diffusion, ar = (sum(COUNTS[i][k] for i in samples) for k in (0, 1))
-        want = TermScales(0, (0.3, 0.7 * diffusion / ar))
+        want = TermScales((0,), (0.3, 0.7 * diffusion / ar))
         assert diffusion != ar
         for rank in [one, *two]:
             n = len(rank) // 2
@@ -324,4 +353,4 @@ def empty_on_rank(rank: int, world: int) -> TermScales:
 @pytest.mark.ranks
 def test_a_rank_with_nothing_takes_part_and_gets_the_same_scales() -> None:
     one, two = run_ranks(2, empty_on_rank)
-    assert one == two == TermScales(0, (0.3, 0.7 * 5 / 3))
+    assert one == two == TermScales((0,), (0.3, 0.7 * 5 / 3))
