@@ -106,7 +106,7 @@ def corrupt(sample: Sample, plan: SequencePlan, objective: Objective) -> Corrupt
     target, inside = positions, np.ones(len(positions), dtype=np.bool_)
     if objective.alignment == "next":
         target = np.minimum(positions + 1, len(truth) - 1)
-        inside = (sample.position[target] > 0) & (sample.document[target] >= 0)
+        inside = (target > positions) & (sample.position[target] > 0)
     can = corruptible[target] & inside
     block = plan.block_of[target]
     scored_p = np.where(can, noise.p[copy, block], np.float32(0))
