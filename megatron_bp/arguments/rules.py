@@ -193,6 +193,11 @@ def _data(args: Namespace) -> None:
             f"a clean row sees the rest of its block, so it would see the token it predicts; use "
             f"--clean-relation token"
         )
+    if args.complementary_copies and args.corrupted_copies % 2:
+        no(
+            f"--complementary-copies with --corrupted-copies {args.corrupted_copies}: copies come "
+            f"in pairs, of which the second corrupts what the first left; give an even number"
+        )
     if args.seq_length is None or args.seq_length < 1:
         no(f"--seq-length {args.seq_length}: give the packed length of a row in clean tokens")
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data"):

@@ -421,6 +421,9 @@ def step_of_evaluation(rank: int, world: int, folder: str) -> int:
 # --- what is refused -----------------------------------------------------------------------------
 
 REFUSED = [
+    ("--complementary-copies --corrupted-copies 3 --loss-weighting one", "copies come in pairs"),
+    ("--corrupted-copies 0", "--corrupted-copies 0: must be at least 1"),
+    ("--objective nemotron --clean-relation block", "use --clean-relation token"),
     ("--block-parallel-size 4 --context-parallel-size 3", "CP must be 1, BP or a divisor of BP"),
     ("--block-parallel-size 2 --context-parallel-size 4", "CP must be 1, BP or a divisor of BP"),
     ("--block-parallel-size 0", "parallel degrees must be at least 1, got BP 0"),
@@ -690,6 +693,12 @@ MODEL = (
         ("--metrics-file /proc/metrics.jsonl", "--metrics-file /proc/metrics.jsonl: cannot be"),
         ("--metrics-file /", "--metrics-file /: cannot be written (Is a directory)"),
         ("--recompute-granularity selective --recompute-modules nonsense", "nonsense"),
+        ("--complementary-copies --corrupted-copies 2", "use --loss-weighting one"),
+        ("--corrupted-copies 300", "--corrupted-copies 300: must be from 1 to 256"),
+        ("--exclude-mask-logit --noise uniform", "no token is masked"),
+        ("--self-conditioning 1.5", "is a probability, from 0 to 1"),
+        ("--never-corrupt-ids 4 9999", "--never-corrupt-ids 9999: must be ids of the true"),
+        ("--objective bd3lm", "invalid choice: 'bd3lm'"),
     ],
 )
 def test_what_only_the_model_or_the_disk_refuses_is_told_at_the_start(

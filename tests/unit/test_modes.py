@@ -21,7 +21,7 @@ from megatron_bp.sequence.visibility import visibility
 
 MODES = [(1, 1), (2, 2), (3, 3), (8, 8), (2, 1), (4, 1), (4, 2), (9, 3), (1, 2), (1, 3), (1, 8)]
 SEEDS = range(12)
-SCORING = ("none", "supervised")
+SCORING = ("none", "supervised", "all")
 
 
 def random_row(seed: int) -> tuple[Sample, SequenceOptions]:
@@ -39,6 +39,9 @@ def random_row(seed: int) -> tuple[Sample, SequenceOptions]:
         clean_relation=("block", "token")[rng.integers(2)],
         own_relation=("bidirectional", "causal")[rng.integers(2)],
         row_cost=int(rng.choice([0, 50])),
+        grid=("document", "response")[rng.integers(2)],
+        alignment=("same", "next")[rng.integers(2)],
+        copies=(1, 1, 2, 3)[rng.integers(4)],
     )
     return pack(documents, length), options
 
@@ -55,29 +58,35 @@ def plans() -> list[tuple[Sample, SequencePlan, str]]:
     out = []
     for n, (sample, options) in enumerate(rows):
         for bp, cp in MODES:
-            for scored in (False, True):
+            for scored in SCORING:
                 more = {"block_parallel_size": bp, "context_parallel_size": cp}
-                plan = make_plan(sample, replace(options, **more, score_clean=SCORING[scored]))
+                plan = make_plan(sample, replace(options, **more, score_clean=scored))
                 out.append((sample, plan, f"row {n}, BP {bp}, CP {cp}, scored {scored}"))
     return out
 
 
 def target_blocks(sample: Sample, plan: SequencePlan) -> list[int]:
-    return sorted(set(plan.block_of[sample.supervised].tolist()) - {-1})
+    """Blocks with a row that can be scored, each as often as there are copies."""
+    scores = np.flatnonzero(sample.supervised)
+    if plan.options.alignment == "next":
+        scores = scores[sample.position[scores] > 0] - 1
+    return sorted(sorted(set(plan.block_of[scores].tolist())) * plan.options.copies)
 
 
-def needed(sample: Sample, plan: SequencePlan, blocks: list[int]) -> set[int]:
-    """Clean positions that the blocks' corrupted rows see, or on which clean rows are scored.
+def needed(sample: Sample, plan: SequencePlan, units: list[int]) -> set[int]:
+    """Clean positions that the units' rows see, or on which clean rows are scored.
 
-    The rest of a document belongs to whoever computes its last target block.
+    The rest of a document belongs to whoever computes its last unit.
     """
     out: set[int] = set()
-    last = {int(sample.document[plan.block_start[b]]): b for b in target_blocks(sample, plan)}
-    for block in blocks:
-        start, document = int(plan.block_start[block]), sample.document[plan.block_start[block]]
-        stop = start
-        if plan.options.score_clean != "none" and last[int(document)] == block:
+    last = {int(d): u for u, d in enumerate(plan.units.document)}
+    for unit in units:
+        block, document = int(plan.unit_block[unit]), int(plan.units.document[unit])
+        stop = int(plan.block_start[block])
+        if plan.options.score_clean != "none" and last[document] == unit:
             stop = int(plan.block_stop[block])
+            if plan.options.score_clean == "all":
+                stop = len(sample.tokens)
         out |= {p for p in range(stop) if sample.document[p] == document}
     return out
 
@@ -95,8 +104,7 @@ def test_every_needed_row_is_computed_and_no_other() -> None:
             assert len(clean) == len(set(clean)), where
             mine = [p for r in ranks for p in plan.corrupted_places(r)]
             unit = np.searchsorted(plan.units.offset, mine, side="right") - 1
-            blocks = sorted({int(b) for b in plan.unit_block[unit]})
-            assert set(clean) == needed(sample, plan, blocks), where
+            assert set(clean) == needed(sample, plan, sorted(set(unit.tolist()))), where
 
 
 def test_rows_of_a_rank_ascend() -> None:
@@ -164,15 +172,14 @@ def test_each_mode_has_the_same_rows() -> None:
 def test_the_split_over_groups_is_optimal(seed: int) -> None:
     """Against every way to cut the units into contiguous shares, costs counted row by row."""
     sample, options = random_row(seed)
-    options = replace(options, score_clean=SCORING[seed % 2])
+    options = replace(options, score_clean=SCORING[seed % 3])
     plan = make_plan(sample, options)
     units, groups = len(plan.units), 2 + seed % 3
     if units > 14:
         groups = 2
 
     def cost(first: int, stop: int) -> int:
-        blocks = plan.unit_block[first:stop].tolist()
-        clean = np.array(sorted(needed(sample, plan, blocks)), dtype=np.int32)
+        clean = np.array(sorted(needed(sample, plan, [*range(first, stop)])), dtype=np.int32)
         offset = plan.units.offset
         seen = visibility(plan, clean, np.arange(offset[first], offset[stop]))
         return seen.pairs() + options.row_cost * len(seen.index)
@@ -294,7 +301,12 @@ AR = Objective(50, 51, 1, ar_weight=0.5)
 def batches(
     sample: Sample, plan: SequencePlan, multiple: int
 ) -> tuple[Corruption, list[LocalBatch]]:
-    objective = AR if plan.options.score_clean != "none" else replace(AR, ar_weight=0.0)
+    options = plan.options
+    objective = replace(AR, alignment=options.alignment)
+    if options.score_clean == "none":
+        objective = replace(objective, ar_weight=0.0)
+    else:
+        objective = replace(objective, ar_scored=options.score_clean)
     corruption = corrupt(sample, plan, objective)
     ranks = range(plan.options.slot)
     return corruption, [local_batch(sample, plan, corruption, r, multiple=multiple) for r in ranks]
