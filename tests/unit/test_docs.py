@@ -75,7 +75,7 @@ def flag_errors(text: str) -> list[str]:
             errors.append(f"{name}: not in the table")
             continue
         value = action.default
-        value = " ".join(map(str, value)) if isinstance(value, list) else value
+        value = (" ".join(map(str, value)) or None) if isinstance(value, list) else value
         default, meaning = told[name]
         if default != ("unset" if value is None else f"`{value}`"):
             errors.append(f"{name}: default {value}, not {default}")
@@ -88,7 +88,7 @@ def row_fields() -> dict[str, set[str]]:
     nothing = torch.zeros(2, dtype=torch.float64)
     step = Step(
         **{name: {"diffusion": 1, "ar": 1} for name in ("loss", "loss_sum", "count")},
-        **dict.fromkeys(("total", "corrupted", "scored", "rows", "clean_tokens"), 1),
+        **dict.fromkeys(("total", "corruptible", "corrupted", "scored", "rows", "clean_tokens"), 1),
         **dict.fromkeys(("bytes_sent", "balance", "seconds", "memory"), 1),
         bins=[],
         samples=nothing,
