@@ -54,7 +54,7 @@ def check_description(prefix: str, said: Mapping[str, Any], documents: int, toke
     needed = ("bin", "idx", "supervised.npy")[: 3 if said.get("kind") == "chats" else 2]
     if not isinstance(sums, dict) or not sums.keys() >= set(needed):
         raise DataError(
-            f"{prefix}.json: its sha256 is {sums!r}, without one of {', '.join(needed)}; {AGAIN}"
+            f"{prefix}.json: its sha256 is {sums!r}, with no {' and '.join(needed)}; {AGAIN}"
         )
     if os.path.getsize(f"{prefix}.bin") >= CHECKSUM_BYTES:
         return "skipped"
