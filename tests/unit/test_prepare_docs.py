@@ -51,7 +51,7 @@ def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_flag_and_reason_is_told() -> None:
-    from megatron_bp.tools.prepare.encoding import FLAWS, REASONS
+    from megatron_bp.tools.prepare.outcome import FLAWS, REASONS
 
     page = (ROOT / "docs/data.md").read_text()
     help_text = subprocess.run(

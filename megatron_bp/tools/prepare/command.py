@@ -127,10 +127,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"prepare: error: {error}")
     print(summary(options.output_prefix, result))
     if "sample" in result:
-        print(f"its first chat, supervised text in >>> <<<:\n{result['sample']}")
+        encoding = sys.stdout.encoding or "utf-8"
+        sample = result["sample"].encode(encoding, "backslashreplace").decode(encoding)
+        print(f"its first chat, supervised text in >>> <<<:\n{sample}")
     for reason, places in result["skipped_places"].items():
         detail = result.get("skipped_details", {}).get(reason)
-        words = f" ({detail})" if detail else ""
+        words = f"; first {detail}" if detail else ""
         print(f"  {reason}: {', '.join(places)}{words}", file=sys.stderr)
 
 
