@@ -44,7 +44,8 @@ def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert ended.returncode == 0, ended.stderr
     assert "checksum verified" in ended.stdout
-    for name, documents, vocabulary in [("jsonl", 2, 258), ("prose", 2, 258), ("bpe", 2, 400), ("chats", 2, 258)]:
+    sets = [("jsonl", 2, 258), ("prose", 2, 258), ("bpe", 2, 400), ("chats", 2, 258)]
+    for name, documents, vocabulary in sets:
         facts = check_indexed(f"data/guide/{name}", vocabulary)
         assert (facts.documents, facts.checksum) == (documents, "verified")
         assert document_bytes(f"data/guide/{name}") is not None
