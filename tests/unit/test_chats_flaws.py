@@ -297,6 +297,29 @@ def test_special_tokens_of_a_tokenizer_in_text(tmp_path: Path, text: str) -> Non
     assert repr(text.strip("a\n")) in result["skipped_details"]["special_token_in_text"]
 
 
+def test_text_that_a_tokenizer_turns_into_a_special_token(tmp_path: Path) -> None:
+    """NFKC makes of wide letters the text of a token that is looked for after it."""
+    from tokenizers import AddedToken, Tokenizer, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    chats.save_tokenizer(tmp_path / "tokenizer")
+    inner = Tokenizer.from_file(str(tmp_path / "tokenizer/tokenizer.json"))
+    inner.normalizer = normalizers.NFKC()
+    inner.add_special_tokens([AddedToken("<|call|>", normalized=True, special=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|eos|>")
+    fast.save_pretrained(tmp_path / "tokenizer")
+    flags = ["--tokenizer-type=HuggingFaceTokenizer", f"--tokenizer-model={tmp_path}/tokenizer"]
+    wide = "".join(chr(ord(x) + 0xFEE0) for x in "<|call|>")
+    given = [
+        chats.turns("a", "yes"),
+        chats.turns("a", f"no {wide}"),
+        chats.turns("\u2460", "\uff41"),
+    ]
+    result = run(tmp_path, lines(*given), chats.CHATML, tokenizer_flags=flags)
+    assert result["skipped"] == {"special_token_in_text": 1}
+    assert "holds 4 special tokens, and the tokenizer makes 5" in str(result["skipped_details"])
+
+
 # --- flags ----------------------------------------------------------------------------------------
 
 

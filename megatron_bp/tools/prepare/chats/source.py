@@ -15,8 +15,8 @@ from megatron_bp.tools.prepare.chats.tokens import (
     tokenized,
 )
 from megatron_bp.tools.prepare.options import Options
-from megatron_bp.tools.prepare.outcome import MisfitError, Piece
-from megatron_bp.tools.prepare.tokenizing import ByteTokenizer, MegatronTokenizer, Tokenizer
+from megatron_bp.tools.prepare.outcome import MisfitError, Piece, RejectedError
+from megatron_bp.tools.prepare.tokenizing import ByteTokenizer, Ids, MegatronTokenizer, Tokenizer
 
 SHOWN_TURNS, SHOWN_TEXT = 20, 600  # of a sample: supervised turns, characters of a piece of text
 
@@ -62,6 +62,7 @@ class Chats:
         ids, supervised = tokenized(
             marked.text, marked.spans, self._offsets, self._options.split_at_spans
         )
+        self._check_special(marked.text, ids)
         if marked.eos:
             assert self._tokenizer.eod_id is not None
             ids, supervised = np.append(ids, self._tokenizer.eod_id), np.append(supervised, True)
@@ -74,6 +75,18 @@ class Chats:
         spans = [(x.start, x.stop) for x in marked.spans]
         content = f"{marked.text}\0{spans}{marked.eos}".encode()
         return Piece(ids, content, marked.supervised_bytes, supervised, len(spans))
+
+    def _check_special(self, text: str, ids: Ids) -> None:
+        """Reject text that becomes a special token without being one's text.
+
+        A tokenizer that changes letters before it looks for special tokens can make one of others.
+        """
+        offsets = self._offsets
+        want = sum(x[0] != offsets.unknown for x in offsets.special.finditer(text))
+        got = int(np.isin(ids, offsets.special_ids).sum())
+        if got != want:
+            words = f"it holds {want} special tokens, and the tokenizer makes {got} of it"
+            raise RejectedError("special_token_in_text", words)
 
     def _marked(self, data: bytes) -> Marked:
         chat = chat_in(data, self._limits)

@@ -76,7 +76,9 @@ class Template:
             RejectedError: the template refuses the chat, or fails on it.
         """
         try:
-            text = self._text or self._tokenizer.get_chat_template(None, tools)
+            text = self._text
+            if text is None:
+                text = self._tokenizer.get_chat_template(None, tools)
             (rendered,), _ = self._render(
                 [list(messages)],
                 tools=tools,
@@ -91,7 +93,7 @@ class Template:
 
     def describe(self) -> dict[str, str]:
         """Return what P.json says."""
-        text = self._text or self._tokenizer.chat_template
+        text = self._tokenizer.chat_template if self._text is None else self._text
         if not isinstance(text, str):  # several, by name
             text = json.dumps(text, sort_keys=True)
         return {"name": self.name, "sha256": hashlib.sha256(text.encode()).hexdigest()}

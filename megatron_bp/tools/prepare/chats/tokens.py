@@ -33,9 +33,17 @@ class Tokens:
 
 
 class Offsets(Protocol):
-    """Text to tokens."""
+    """Text to tokens.
+
+    Attributes:
+        special: fits the text of any special token.
+        special_ids: their ids, but that of `unknown`.
+        unknown: text of the token that stands for text without one.
+    """
 
     special: re.Pattern[str]
+    special_ids: NDArray[np.int64]
+    unknown: str | None
 
     def __call__(self, text: str) -> Tokens: ...
 
@@ -44,6 +52,8 @@ class ByteOffsets:
     """A token a byte, and EOD_TEXT is one token."""
 
     special = re.compile(re.escape(EOD_TEXT))
+    special_ids = np.array([EOD_ID])
+    unknown: str | None = None
 
     def __call__(self, text: str) -> Tokens:
         parts, at = [], 0
@@ -78,6 +88,9 @@ class HuggingFaceOffsets:
         texts = {x.content for x in added if x.special} | {*tokenizer.all_special_tokens}
         longest_first = sorted(texts - {""}, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.unknown = tokenizer.unk_token
+        known = [x for x in longest_first if x != self.unknown]
+        self.special_ids = np.array(tokenizer.convert_tokens_to_ids(known), np.int64)
 
     def __call__(self, text: str) -> Tokens:
         encoded = self._backend.encode(text, add_special_tokens=False)
