@@ -4,8 +4,6 @@ Megatron maps both files and trusts them: a truncated .bin ends a run hours late
 trains on something else. NumPy only; knows nothing of ranks, blocks or models.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_bp.data.description import check_description, description, unreadable
 from megatron_bp.data.indexed import (
     AGAIN,
     DataError,
@@ -22,13 +21,12 @@ from megatron_bp.data.indexed import (
     chunks,
     read_index,
 )
+from megatron_bp.data.supervised import check_supervised
 
 __all__ = ["DataError", "IndexedFacts", "check_indexed", "document_bytes"]
 
 FULL_SCAN = 200_000_000  # more ids than this are sampled
 WINDOWS, WINDOW = 1024, 1 << 15  # that many windows of so many ids
-CHECKSUM_BYTES = 2 << 30  # checksums of more are not verified
-DESCRIPTION_BYTES = 1 << 20  # a P.json above this is none of prepare's
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,12 @@ def check_indexed(prefix: str, vocabulary: int, mask: int | None = None) -> Inde
         size = os.path.getsize(f"{prefix}.bin")
         tokens = check_lengths(index, f"{prefix}.bin", size)
         empty, single = check_boundaries(index, tokens)
-        description = _description(prefix)
-        checksum = _check_description(prefix, description, len(index.boundaries) - 1, tokens)
+        said = description(prefix)
+        checksum = check_description(prefix, said, len(index.boundaries) - 1, tokens)
         low, high, scanned = _check_ids(f"{prefix}.bin", index.dtype, tokens, vocabulary, mask)
     except OSError as error:
-        raise _unreadable(prefix, error) from error
+        raise unreadable(prefix, error) from error
+    check_supervised(prefix)
     return IndexedFacts(
         documents=len(index.boundaries) - 1,
         sequences=len(index.lengths),
@@ -98,7 +97,7 @@ def check_indexed(prefix: str, vocabulary: int, mask: int | None = None) -> Inde
         highest_id=high,
         scanned_tokens=scanned,
         checksum=checksum,
-        description=description,
+        description=said,
     )
 
 
@@ -117,9 +116,9 @@ def document_bytes(prefix: str) -> NDArray[np.int64] | None:
         raise DataError(f"{path}: no array of NumPy can be read from it; {AGAIN}") from error
     try:
         documents = len(read_index(f"{prefix}.idx").boundaries) - 1
-        said = _description(prefix)
+        said = description(prefix)
     except OSError as error:
-        raise _unreadable(prefix, error) from error
+        raise unreadable(prefix, error) from error
     got = f"{sizes.dtype.name}{list(sizes.shape)}" if isinstance(sizes, np.ndarray) else "no array"
     if got != f"int64[{documents}]":
         raise DataError(f"{path}: is {got}, and P.idx has {documents} documents (int64); {AGAIN}")
@@ -128,13 +127,6 @@ def document_bytes(prefix: str) -> NDArray[np.int64] | None:
         raise DataError(f"{path}: {sizes.sum()} bytes in all, {total} by P.json; {AGAIN}")
     out: NDArray[np.int64] = sizes
     return out
-
-
-def _unreadable(prefix: str, error: OSError) -> DataError:
-    return DataError(
-        f"{error.filename or prefix}: cannot be read ({error.strerror or error}): give the prefix "
-        f"of a .bin/.idx pair (`python -m megatron_bp.tools.prepare` makes one)"
-    )
 
 
 def _check_ids(
@@ -163,48 +155,3 @@ def _check_ids(
                 f"could not tell noise from text; choose an id that no text holds, or prepare again"
             )
     return low, high, sum(w.stop - w.start for w in windows)
-
-
-def _description(prefix: str) -> dict[str, Any]:
-    """Return what prepare's P.json says; empty if there is none, or it is another tool's."""
-    path = f"{prefix}.json"
-    if not os.path.isfile(path) or os.path.getsize(path) > DESCRIPTION_BYTES:
-        return {}
-    with open(path, "rb") as stream:
-        text = stream.read()
-    if b'"megatron_bp"' not in text:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: is damaged ({error}); {AGAIN}, or remove it") from error
-    return value if isinstance(value, dict) else {}
-
-
-def _check_description(prefix: str, said: dict[str, Any], documents: int, tokens: int) -> str:
-    """Return whether the checksums in P.json were verified; its counts must be the data's."""
-    for name, count in (("documents", documents), ("tokens", tokens)):
-        if said.get(name, count) != count:
-            raise DataError(
-                f"{prefix}.json: says {said[name]} {name}, and there are {count}: it belongs to "
-                f"other data; {AGAIN}, or remove it"
-            )
-    sums = said.get("sha256")
-    if sums is None:
-        return "none"
-    if not isinstance(sums, dict) or not {"bin", "idx"} <= sums.keys():
-        raise DataError(f"{prefix}.json: its sha256 is {sums!r}, with no bin and idx; {AGAIN}")
-    if os.path.getsize(f"{prefix}.bin") >= CHECKSUM_BYTES:
-        return "skipped"
-    for ending in ("bin", "idx", "bytes.npy"):
-        path, want = f"{prefix}.{ending}", sums.get(ending)
-        if want is None or (ending == "bytes.npy" and not os.path.lexists(path)):
-            continue
-        with open(path, "rb") as stream:
-            got = hashlib.file_digest(stream, "sha256").hexdigest()
-        if got != want:
-            raise DataError(
-                f"{path}: its sha256 is {got[:16]}..., and {prefix}.json says {str(want)[:16]}...: "
-                f"it was changed after it was prepared; {AGAIN}"
-            )
-    return "verified"

@@ -37,7 +37,7 @@ def summarize(rows: list[dict[str, Any]], data: dict[str, Any]) -> list[tuple[st
             f"the data's .json does not tell {', '.join(missing)}: it is written by `python -m "
             f"megatron_bp.tools.prepare`; prepare the data again"
         )
-    per_byte = data["tokens"] / data["bytes"]
+    per_byte = data.get("supervised_tokens", data["tokens"]) / data["bytes"]  # bytes of answers
     entropy = data["unigram_bits_per_byte"]
     first, last = (
         r.get("bound_bits_per_byte", r["bound_bits_per_token"] * per_byte)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from megatron_bp.data import checks, indexed
+from megatron_bp.data import checks, description, indexed
 from megatron_bp.data.checks import DataError, check_indexed, document_bytes
 from megatron_bp.tools.prepare import Options, prepare
 
@@ -233,9 +233,9 @@ def test_a_changed_file_is_found_by_its_checksum(prepared: str, file: str) -> No
 def test_checksums_of_large_data_are_skipped_and_told(
     prepared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "CHECKSUM_BYTES", 22)
+    monkeypatch.setattr(description, "CHECKSUM_BYTES", 22)
     assert check_indexed(prepared, 258).checksum == "skipped"
-    monkeypatch.setattr(checks, "CHECKSUM_BYTES", 23)
+    monkeypatch.setattr(description, "CHECKSUM_BYTES", 23)
     assert check_indexed(prepared, 258).checksum == "verified"
 
 

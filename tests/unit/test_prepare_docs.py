@@ -27,10 +27,11 @@ def commands(page: str) -> list[str]:
 
 
 def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "megatron_bp").symlink_to(ROOT / "megatron_bp")
+    for name in ("megatron_bp", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     found = commands((ROOT / "docs/data.md").read_text())
-    assert sum(command.startswith(PREPARE) for command in found) == 4
+    assert sum(command.startswith(PREPARE) for command in found) == 5
     for command in found:
         if command.startswith(PREPARE):  # in this process: Megatron takes seconds to import
             command = re.sub(r"--workers \d", "--workers 1", command)  # each imports Megatron too
@@ -43,7 +44,8 @@ def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert ended.returncode == 0, ended.stderr
     assert "checksum verified" in ended.stdout
-    for name, documents, vocabulary in [("jsonl", 2, 258), ("prose", 2, 258), ("bpe", 2, 400)]:
+    sets = [("jsonl", 2, 258), ("prose", 2, 258), ("bpe", 2, 400), ("chats", 2, 258)]
+    for name, documents, vocabulary in sets:
         facts = check_indexed(f"data/guide/{name}", vocabulary)
         assert (facts.documents, facts.checksum) == (documents, "verified")
         assert document_bytes(f"data/guide/{name}") is not None
@@ -51,7 +53,7 @@ def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_flag_and_reason_is_told() -> None:
-    from megatron_bp.tools.prepare.encoding import FLAWS, REASONS
+    from megatron_bp.tools.prepare.outcome import FLAWS, REASONS
 
     page = (ROOT / "docs/data.md").read_text()
     help_text = subprocess.run(

@@ -1,4 +1,4 @@
-"""Text to Megatron's .bin and .idx: source trees, plain text and JSON lines, with any tokenizer.
+"""Text and chats to Megatron's .bin and .idx: source trees, plain text, JSON lines.
 
 One file is one document, or one line, paragraph or JSON line is. The order of the documents is
 shuffled by the seed and where they stand, so that Megatron's split by position is a fair one, and a
@@ -8,8 +8,10 @@ smaller --max-bytes takes a prefix of a larger one. Knows nothing of blocks, noi
     inputs       which files are read              writing     final names: all files or none
     reading      files to raw documents            report      what P.json says
     tokenizing   text to ids                       run         the steps
-    encoding     raw documents to ids or reasons   command     the command line
-    workers      the same in several processes
+    outcome      pieces and reasons                command     the command line
+    texts        raw documents to pieces           objects     bytes to text and JSON
+    chats/       chats to pieces                   workers     encoding in several processes
+    encoding     batches of them to arrays
 """
 
 from megatron_bp.tools.prepare.command import main, parse
@@ -18,9 +20,10 @@ from megatron_bp.tools.prepare.options import Options
 from megatron_bp.tools.prepare.report import Tally, entropy
 from megatron_bp.tools.prepare.run import prepare
 from megatron_bp.tools.prepare.tokenizing import BYTE_VOCABULARY, EOD_ID, MASK_ID
-from megatron_bp.tools.prepare.writing import ENDINGS
+from megatron_bp.tools.prepare.writing import ALL_ENDINGS, ENDINGS
 
 __all__ = [
+    "ALL_ENDINGS",
     "BYTE_VOCABULARY",
     "ENDINGS",
     "EOD_ID",

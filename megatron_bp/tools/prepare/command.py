@@ -11,11 +11,18 @@ from typing import Any
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megatron_bp.tools.prepare.inputs import walk
-from megatron_bp.tools.prepare.options import FORMATS, SEPARATORS, Options
+from megatron_bp.tools.prepare.options import (
+    ANSWER_ENDS,
+    ANSWER_HEADERS,
+    FORMATS,
+    SEPARATORS,
+    SUPERVISE,
+    Options,
+)
 from megatron_bp.tools.prepare.report import Tally, told
 from megatron_bp.tools.prepare.run import prepare
 
-DESCRIPTION = """Text to Megatron's .bin and .idx, byte by byte or with any Megatron tokenizer.
+DESCRIPTION = """Text and chats to Megatron's .bin and .idx, by bytes or any Megatron tokenizer.
 
 Megatron's own tokenizer flags (--tokenizer-type, --tokenizer-model, --vocab-size, ...) are taken as
 well. docs/data.md has examples."""
@@ -42,12 +49,15 @@ def parse(argv: Sequence[str] | None) -> Options:
         type=_prefix,
         required=True,
         metavar="P",
-        help="writes P.bin, P.idx, P.bytes.npy, P.json",
+        help="writes P.bin, P.idx, P.bytes.npy, P.json, of chats P.supervised.npy",
     )
     add("--suffix", nargs="+", action="extend", help="only names that end so (or so and .gz)")
     add("--exclude", nargs="+", action="extend", metavar="GLOB", help="not these paths or names")
     add(
-        "--format", choices=FORMATS, help="auto (default): .jsonl, .ndjson, .json.gz are JSON lines"
+        "--format",
+        choices=FORMATS,
+        help="auto (default): .jsonl, .ndjson, .json.gz are JSON lines with a text; chats: JSON "
+        "lines with messages, or prompt and completion",
     )
     add("--document-separator", choices=SEPARATORS, help="between texts (default: a file is one)")
     add("--json-key", metavar="KEY", help="of the text in a JSON line (default text)")
@@ -59,6 +69,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     add("--min-tokens", type=int, metavar="N", help="skip shorter documents (default 2)")
     add("--seed", type=int, help="of the order of the documents (default 1234)")
     add("--overwrite", action="store_true", help="replace an earlier P")
+    _add_flags_of_chats(parser.add_argument_group("with --format chats"))
     known, rest = parser.parse_known_args(argv)
     megatron = any(token.split("=")[0] == "--tokenizer-type" for token in rest)
     if rest and not megatron:
@@ -67,6 +78,31 @@ def parse(argv: Sequence[str] | None) -> Options:
         parser.error("--tokenizer bytes and --tokenizer-type exclude each other: give one")
     given = {k: v for k, v in vars(known).items() if v is not None and k != "tokenizer"}
     return Options(**given, tokenizer_flags=tuple(rest))
+
+
+def _add_flags_of_chats(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja (default: the tokenizer's own)")
+    add("--supervise", choices=SUPERVISE, help="all (default) or the last of the turns of ...")
+    add("--supervise-roles", nargs="+", metavar="ROLE", help="... these roles (default assistant)")
+    add(
+        "--answer-header",
+        choices=ANSWER_HEADERS,
+        help="a template's text between its generation prompt and an answer: an error (refuse, the "
+        "default), or left unsupervised (skip)",
+    )
+    add(
+        "--answer-end",
+        choices=ANSWER_ENDS,
+        help="supervise the template's special token that ends the turn (turn, the default), the "
+        "EOS token at the end of a chat instead of what the template puts there (eos), or none",
+    )
+    add(
+        "--split-at-spans",
+        action="store_true",
+        help="tokenize supervised texts apart, as when an answer is generated",
+    )
+    add("--max-turn-bytes", type=int, metavar="N", help="of a message, at most (default 16 MiB)")
 
 
 def input_size(options: Options) -> int:
@@ -90,14 +126,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"prepare: error: {error}")
     print(summary(options.output_prefix, result))
+    if "sample" in result:
+        encoding = sys.stdout.encoding or "utf-8"
+        sample = result["sample"].encode(encoding, "backslashreplace").decode(encoding)
+        print(f"its first chat, supervised text in >>> <<<:\n{sample}")
     for reason, places in result["skipped_places"].items():
-        print(f"  {reason}: {', '.join(places)}", file=sys.stderr)
+        detail = result.get("skipped_details", {}).get(reason)
+        words = f"; first {detail}" if detail else ""
+        print(f"  {reason}: {', '.join(places)}{words}", file=sys.stderr)
 
 
 def summary(prefix: Path, result: dict[str, Any]) -> str:
     """Return a line on what was written."""
+    chats = ""
+    if "supervised_tokens" in result:
+        chats = (
+            f"{result['supervised_tokens']} of them supervised in {result['supervised_turns']} "
+            f"turns, "
+        )
     return (
-        f"{prefix}: {result['documents']} documents, {result['tokens']} tokens, "
+        f"{prefix}: {result['documents']} documents, {result['tokens']} tokens, {chats}"
         f"{result['unigram_bits_per_byte']:.3f} bits per byte by unigrams; "
         f"left out: {told(result['skipped'])}"
     )

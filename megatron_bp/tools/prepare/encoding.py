@@ -1,32 +1,22 @@
 """Raw documents to ids, or to the reason why they are left out.
 
-The part of prepare that takes long, and pure: bytes in, arrays out. Knows nothing of files.
+The part of prepare that takes long, and pure: bytes in, arrays out. Knows nothing of files, and of
+texts and chats no more than that they become pieces.
 """
 
 import hashlib
-import json
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_bp.tools.prepare.chats.source import Chats
 from megatron_bp.tools.prepare.options import Options
+from megatron_bp.tools.prepare.outcome import CODE, MisfitError, Piece, RejectedError
 from megatron_bp.tools.prepare.reading import FAILED, JSON
-from megatron_bp.tools.prepare.tokenizing import Ids, Tokenizer, first_line
+from megatron_bp.tools.prepare.texts import Texts
+from megatron_bp.tools.prepare.tokenizing import Ids, Tokenizer
 
-FLAWS = (  # what --strict makes an error
-    "bad_gzip",
-    "bad_json",
-    "missing_key",
-    "not_a_string",
-    "not_an_object",
-    "not_utf8",
-    "nul_byte",
-    "unreadable",
-)
-REASONS = ("", *FLAWS, "duplicate", "too_long", "too_short")  # a code is the place in here
-OF_A_FILE = ("bad_gzip", "unreadable")  # no document of such a file is taken
-CODE = {reason: code for code, reason in enumerate(REASONS)}
 LONGEST = 2**31 - 1  # an .idx holds lengths as int32
 
 
@@ -36,56 +26,25 @@ class Encoded:
 
     Attributes:
         ids: the good documents' ids, one after the other.
+        supervised: bool, one for each id; empty for texts.
         reason: uint8[n], code of the reason why it is left out, 0 if it is good.
         tokens: int64[n], length in ids; 0 unless good.
-        size: int64[n], UTF-8 bytes of the text; 0 unless good.
-        digest: uint64[n, 2], of the text.
-        fatal: (which one, what is wrong) if the tokenizer does not fit the text.
+        size: int64[n], UTF-8 bytes of the (supervised) text; 0 unless good.
+        turns: int64[n], supervised turns of a chat.
+        digest: uint64[n, 2], of the content.
+        detail: more words on the first document of a reason, by its place in the batch.
+        fatal: (which one, what is wrong and the way out) if tokenizer or template do not fit.
     """
 
     ids: Ids
+    supervised: NDArray[np.bool_]
     reason: NDArray[np.uint8]
     tokens: NDArray[np.int64]
     size: NDArray[np.int64]
+    turns: NDArray[np.int64]
     digest: NDArray[np.uint64]
+    detail: dict[int, str]
     fatal: tuple[int, str] | None
-
-
-class RejectedError(Exception):
-    """A raw document that cannot be one; its argument is the reason."""
-
-
-def text_in(kind: int, data: bytes, json_key: str) -> str:
-    """Return the text of a raw document.
-
-    Raises:
-        RejectedError: it holds none.
-    """
-    if kind == FAILED:
-        raise RejectedError(data.decode())
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        raise RejectedError("not_utf8") from None
-    if kind == JSON:
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise RejectedError("bad_json") from None
-        if not isinstance(value, dict):
-            raise RejectedError("not_an_object")
-        if json_key not in value:
-            raise RejectedError("missing_key")
-        text = value[json_key]
-        if not isinstance(text, str):
-            raise RejectedError("not_a_string")
-    if "\0" in text:
-        raise RejectedError("nul_byte")
-    return text
-
-
-class MisfitError(ValueError):
-    """The tokenizer does not fit the text."""
 
 
 def token_dtype(vocabulary: int) -> type[np.uint16] | type[np.int32]:
@@ -99,49 +58,56 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, options: Options) -> None:
         self.tokenizer, self.options = tokenizer, options
         self.dtype = token_dtype(tokenizer.vocabulary)
+        self.chats = Chats(tokenizer, options) if options.format == "chats" else None
+        self._pieces = self.chats or Texts(tokenizer, options)
 
     def __call__(self, items: list[tuple[int, bytes]]) -> Encoded:
         n = len(items)
-        ids: list[Ids] = []
+        ids: list[Ids] = [np.zeros(0, self.dtype)]
+        supervised = [np.zeros(0, np.bool_)]
         reason, digest = np.zeros(n, np.uint8), np.zeros((n, 2), np.uint64)
-        tokens, size = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        tokens, size, turns = (np.zeros(n, np.int64) for _ in range(3))
+        detail: dict[int, str] = {}
         fatal = None
         for i, (kind, data) in enumerate(items):
             try:
-                text = text_in(kind, data, self.options.json_key)
-                encoded = text.encode("utf-8")  # fails on half a surrogate pair, which JSON can say
-                one = self._ids(text)
+                piece = self._piece(kind, data)
             except RejectedError as error:
-                reason[i] = CODE[str(error)]
-                continue
-            except UnicodeEncodeError:
-                reason[i] = CODE["not_utf8"]
+                code = CODE[error.reason]
+                if error.detail and code not in reason[:i]:
+                    detail[i] = error.detail
+                reason[i] = code
                 continue
             except MisfitError as error:
                 fatal = (i, str(error))
                 break
-            if not self.options.min_tokens <= len(one) <= LONGEST:
-                reason[i] = CODE["too_long" if len(one) > LONGEST else "too_short"]
-                continue
-            ids.append(one)
-            tokens[i], size[i] = len(one), len(encoded)
-            digest[i] = np.frombuffer(hashlib.sha256(encoded).digest()[:16], np.uint64)
-        joined = np.concatenate(ids) if ids else np.zeros(0, self.dtype)
-        return Encoded(joined, reason, tokens, size, digest, fatal)
+            ids.append(piece.ids)
+            supervised.append(piece.supervised)
+            tokens[i], size[i], turns[i] = len(piece.ids), piece.size, piece.turns
+            digest[i] = np.frombuffer(hashlib.sha256(piece.content).digest()[:16], np.uint64)
+        return Encoded(
+            np.concatenate(ids, dtype=self.dtype, casting="unsafe"),  # in range: see _piece
+            np.concatenate(supervised),
+            reason,
+            tokens,
+            size,
+            turns,
+            digest,
+            detail,
+            fatal,
+        )
 
-    def _ids(self, text: str) -> Ids:
-        tokenizer = self.tokenizer
-        try:
-            ids = tokenizer.encode(text)
-        except Exception as error:  # tokenizers are not ours and raise all kinds
-            raise MisfitError(f"the tokenizer fails on it ({first_line(error)})") from error
-        if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocabulary):
+    def _piece(self, kind: int, data: bytes) -> Piece:
+        if kind == FAILED:
+            raise RejectedError(data.decode())
+        piece = self._pieces(data, kind == JSON)
+        ids, vocabulary = piece.ids, self.tokenizer.vocabulary
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
             worst = int(ids.min() if ids.min() < 0 else ids.max())
             raise MisfitError(
                 f"the tokenizer gives id {worst}, and its vocabulary has the ids 0 to "
-                f"{tokenizer.vocabulary - 1}"
+                f"{vocabulary - 1}; check --tokenizer-type and its flags."
             )
-        if self.options.append_eod:
-            assert tokenizer.eod_id is not None
-            return np.append(ids.astype(self.dtype), self.dtype(tokenizer.eod_id))
-        return ids.astype(self.dtype)
+        if not self.options.min_tokens <= len(ids) <= LONGEST:
+            raise RejectedError("too_long" if len(ids) > LONGEST else "too_short")
+        return piece

@@ -25,8 +25,8 @@ class Found:
 
 
 def is_jsonl(name: str, format: str) -> bool:
-    """Whether the file is read as JSON lines; `format` is auto, text or jsonl."""
-    return format == "jsonl" or (format == "auto" and name.endswith(JSONL_SUFFIXES))
+    """Whether the file is read as JSON lines; `format` is one of options.FORMATS."""
+    return format in ("jsonl", "chats") or (format == "auto" and name.endswith(JSONL_SUFFIXES))
 
 
 def excluded(name: str, patterns: Sequence[str]) -> bool:

@@ -125,3 +125,15 @@ def _paragraphs(stream: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
             block = []
     if block:
         yield start, b"".join(block).rstrip(b"\r\n")
+
+
+def document_at(found: Found, line: int, options: Options) -> bytes:
+    """Return the document of a file that starts at a line, read once more.
+
+    Raises:
+        ValueError: there is none any more.
+    """
+    for number, data in _documents(found, options, lambda read: None):
+        if number == line:
+            return data
+    raise ValueError(f"{found.path} was changed while it was read; prepare it again.")

@@ -1,4 +1,4 @@
-"""Files to .bin, .idx, .bytes.npy and .json: the order of the steps, and the errors of a run."""
+"""Files to .bin, .idx and what is beside them: the order of the steps, and the errors of a run."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_bp.tools.prepare.encoding import FLAWS, REASONS, Encoded, Encoder
+from megatron_bp.tools.prepare.encoding import Encoded, Encoder
 from megatron_bp.tools.prepare.inputs import Found, shuffled, walk
 from megatron_bp.tools.prepare.options import Options
-from megatron_bp.tools.prepare.reading import Batch, batches, is_whole
+from megatron_bp.tools.prepare.outcome import FLAWS, REASONS
+from megatron_bp.tools.prepare.reading import Batch, batches, document_at, is_whole
 from megatron_bp.tools.prepare.report import Tally, count_ids, report, told
 from megatron_bp.tools.prepare.table import (
     Spool,
@@ -20,23 +22,26 @@ from megatron_bp.tools.prepare.table import (
     place_of,
     select,
 )
-from megatron_bp.tools.prepare.tokenizing import Ids, build
+from megatron_bp.tools.prepare.tokenizing import build
 from megatron_bp.tools.prepare.workers import encoded_in_order
 from megatron_bp.tools.prepare.writing import (
+    MASK,
     SPOOL,
+    SPOOL_MASK,
     STEM,
     checksums,
     publish,
     refuse_to_overwrite,
     scratch,
     write_indexed,
+    write_mask,
 )
 
 Advance = Callable[[int], object]
 
 
 def prepare(options: Options, advance: Advance = lambda read: None) -> dict[str, Any]:
-    """Write P.bin, .idx, .bytes.npy and .json, all or none, and return what .json says.
+    """Write the files of P, all or none, and return what P.json says.
 
     Args:
         options: what to do.
@@ -65,7 +70,7 @@ def prepare(options: Options, advance: Advance = lambda read: None) -> dict[str,
                 "diffusion needs none: documents are kept apart without), or change the tokenizer."
             )
         encoder = Encoder(tokenizer, options)
-        with Spool(folder / SPOOL, files, options.seed) as spool:
+        with Spool(folder / SPOOL, folder / SPOOL_MASK, files, options.seed) as spool:
             _fill(spool, encoder, options, advance)
         table = spool.table()
         kept, considered, reason = select(table, options.max_bytes)
@@ -74,13 +79,29 @@ def prepare(options: Options, advance: Advance = lambda read: None) -> dict[str,
             raise ValueError(
                 f"None of {len(files)} files can be a document "
                 f"(left out: {told(tally.skipped)}): check --suffix, --exclude and --min-tokens."
+                f"{_first_of_each(spool, tally)}"
             )
         stem = folder / STEM
         ids = np.memmap(folder / SPOOL, encoder.dtype, "r")
         write_indexed(stem, encoder.dtype, _gather(ids, table, kept))
         np.save(f"{stem}.bytes.npy", table.size[kept])
         tally.documents, tally.bytes = len(kept), int(table.size[kept].sum())
-        tally.counts = count_ids(Path(f"{stem}.bin"), encoder.dtype, tokenizer.vocabulary)
+        tally.tokens = int(table.tokens[kept].sum())
+        bits = None
+        if encoder.chats is not None:
+            mask = np.memmap(folder / SPOOL_MASK, np.bool_, "r")
+            supervised = write_mask(stem, tally.tokens, _gather(mask, table, kept))
+            bits = np.load(f"{stem}{MASK}", mmap_mode="r")
+            first = document_at(files[table.file[kept[0]]], int(table.line[kept[0]]), options)
+            tally.chats = {
+                "supervised_tokens": supervised,
+                "supervised_turns": int(table.turns[kept].sum()),
+                "skipped_details": {k: spool.detail[k] for k in tally.skipped if k in spool.detail},
+                **encoder.chats.describe(),
+                "sample": encoder.chats.sample(first),
+            }
+        counted = Path(f"{stem}.bin"), encoder.dtype, tokenizer.vocabulary
+        tally.counts = count_ids(*counted, bits)
         tally.places = first_places(table, considered, reason, files)
         result = report(tally, options, tokenizer, checksums(stem))
         Path(f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -116,18 +137,25 @@ def _check(batch: Batch, encoded: Encoded, files: Sequence[Found], options: Opti
     if options.strict:
         codes = [REASONS.index(name) for name in FLAWS]
         for i in np.flatnonzero(np.isin(encoded.reason[:end], codes))[:1]:
+            words = f" ({encoded.detail[i]})" if i in encoded.detail else ""
             raise ValueError(
-                f"{place_of(files, *batch.places[i])}: {REASONS[encoded.reason[i]]}; mend it, or "
-                f"leave --strict away to have such documents skipped and counted."
+                f"{place_of(files, *batch.places[i])}: {REASONS[encoded.reason[i]]}{words}; mend "
+                f"it, or leave --strict away to have such documents skipped and counted."
             )
     if encoded.fatal is not None:
-        raise ValueError(
-            f"{place_of(files, *batch.places[end])}: {encoded.fatal[1]}; check --tokenizer-type "
-            f"and its flags."
-        )
+        raise ValueError(f"{place_of(files, *batch.places[end])}: {encoded.fatal[1]}")
 
 
-def _gather(ids: Ids, table: Table, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Iterator[Ids]:
+def _first_of_each(spool: Spool, tally: Tally) -> str:
+    """Return a sentence on the first document of the most frequent reason that has more words."""
+    reasons = [reason for reason, _ in tally.skipped.most_common() if reason in spool.detail]
+    return f" First {reasons[0]}: {spool.detail[reasons[0]]}." if reasons else ""
+
+
+def _gather[T: np.generic](
+    values: NDArray[T], table: Table, rows: NDArray[np.int64]
+) -> Iterator[NDArray[T]]:
+    """Yield the part of each of the rows; `values` has one for each id in the spool."""
     for row in rows:
         start = table.offset[row]
-        yield ids[start : start + table.tokens[row]]
+        yield values[start : start + table.tokens[row]]

@@ -14,8 +14,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_bp.tools.prepare.encoding import CODE, OF_A_FILE, REASONS, Encoded
+from megatron_bp.tools.prepare.encoding import Encoded
 from megatron_bp.tools.prepare.inputs import Found, order_key
+from megatron_bp.tools.prepare.outcome import CODE, OF_A_FILE, REASONS
 from megatron_bp.tools.prepare.reading import Batch
 
 PLACES = 3  # told for each reason
@@ -27,7 +28,7 @@ class Table:
 
     Attributes:
         key: uint64, sorts the data set: from the seed, the file's name and the line.
-        reason, tokens, size, digest: as in `Encoded`.
+        reason, tokens, size, turns, digest: as in `Encoded`.
         offset: int64, place of its first id in the spool, in ids.
         file, line: int64, where it was read; line 0 is the whole file.
     """
@@ -36,6 +37,7 @@ class Table:
     reason: NDArray[np.uint8]
     tokens: NDArray[np.int64]
     size: NDArray[np.int64]
+    turns: NDArray[np.int64]
     digest: NDArray[np.uint64]
     offset: NDArray[np.int64]
     file: NDArray[np.int64]
@@ -44,9 +46,17 @@ class Table:
 
 @dataclass
 class Spool:
-    """Takes batches in the order of reading: ids to a file, facts to columns."""
+    """Takes batches in the order of reading: ids and masks to files, facts to columns.
+
+    Attributes:
+        path: for the ids.
+        mask_path: for what is supervised, a byte an id; stays empty for texts.
+        files, seed: as read, for the order of the documents.
+        detail: more words on the first document of a reason, with its place.
+    """
 
     path: Path
+    mask_path: Path
     files: Sequence[Found]
     seed: int
     columns: dict[str, list[NDArray[Any]]] = field(
@@ -55,14 +65,17 @@ class Spool:
             "reason": [np.zeros(0, np.uint8)],
             "tokens": [np.zeros(0, np.int64)],
             "size": [np.zeros(0, np.int64)],
+            "turns": [np.zeros(0, np.int64)],
             "digest": [np.zeros((0, 2), np.uint64)],
             "file": [np.zeros(0, np.int64)],
             "line": [np.zeros(0, np.int64)],
         }
     )
+    detail: dict[str, str] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         self.stream = open(self.path, "wb")
+        self.mask_stream = open(self.mask_path, "wb")
         return self
 
     def __exit__(
@@ -72,9 +85,11 @@ class Spool:
         trace: TracebackType | None,
     ) -> None:
         self.stream.close()
+        self.mask_stream.close()
 
     def add(self, batch: Batch, encoded: Encoded) -> None:
         encoded.ids.tofile(self.stream)
+        encoded.supervised.tofile(self.mask_stream)
         names = ((self.files[file].name, line) for file, line in batch.places)
         keys = b"".join(order_key(self.seed, name, line)[:8] for name, line in names)
         places = np.array(batch.places, np.int64)
@@ -82,8 +97,11 @@ class Spool:
         columns["key"].append(np.frombuffer(keys, ">u8").astype(np.uint64))
         columns["file"].append(places[:, 0])
         columns["line"].append(places[:, 1])
-        for name in ("reason", "tokens", "size", "digest"):
+        for name in ("reason", "tokens", "size", "turns", "digest"):
             columns[name].append(getattr(encoded, name))
+        for i, words in encoded.detail.items():
+            words = f"{place_of(self.files, *batch.places[i])}: {words}"
+            self.detail.setdefault(REASONS[encoded.reason[i]], words)
 
     def table(self) -> Table:
         columns = {name: np.concatenate(parts) for name, parts in self.columns.items()}

@@ -22,10 +22,11 @@ NOT_FOR_TEXT = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer"
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; `eod_id` is None if it has none."""
+    """What is asked of a tokenizer; `eod_id` and `mask_id` are None if it has none."""
 
     vocabulary: int
     eod_id: int | None
+    mask_id: int | None
 
     def encode(self, text: str) -> Ids: ...
 
@@ -37,6 +38,7 @@ class ByteTokenizer:
 
     vocabulary = BYTE_VOCABULARY
     eod_id: int | None = EOD_ID
+    mask_id: int | None = MASK_ID
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode(), np.uint8)
@@ -75,6 +77,13 @@ class MegatronTokenizer:
 
     def encode(self, text: str) -> Ids:
         return np.array(self._tokenizer.tokenize(text), dtype=np.int64)
+
+    @property
+    def hugging_face(self) -> Any:
+        """The tokenizer of transformers under Megatron's wrappers; None if it is another kind."""
+        if self.kind != "HuggingFaceTokenizer":
+            return None
+        return self._tokenizer._tokenizer.tokenizer
 
     def describe(self) -> dict[str, Any]:
         return {

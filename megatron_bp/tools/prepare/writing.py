@@ -13,11 +13,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_bp.tools.prepare.tokenizing import Ids
 
-ENDINGS = (".bin", ".bytes.npy", ".json", ".idx")  # in the order in which they get final names
-STEM, SPOOL, LOCK, PUBLISHING = "data", "spool", "lock", "publishing"
+# In the order in which they get final names. MASK is of chats only.
+MASK = ".supervised.npy"
+ENDINGS = (".bin", ".bytes.npy", ".json", ".idx")
+ALL_ENDINGS = (MASK, *ENDINGS)
+STEM, SPOOL, SPOOL_MASK, LOCK, PUBLISHING = "data", "spool", "spool.mask", "lock", "publishing"
 
 
 @contextlib.contextmanager
@@ -66,18 +70,18 @@ def _lock(lock: int, folder: Path, prefix: Path) -> None:
 
 def _empty(folder: Path) -> None:
     """Remove what a run makes in it, and nothing else: rmdir then fails on what is not ours."""
-    for name in (SPOOL, PUBLISHING, *(f"{STEM}{ending}" for ending in ENDINGS)):
+    for name in (SPOOL, SPOOL_MASK, PUBLISHING, *(f"{STEM}{ending}" for ending in ALL_ENDINGS)):
         (folder / name).unlink(missing_ok=True)
 
 
 def _remove(prefix: Path) -> None:
-    for ending in ENDINGS:
+    for ending in ALL_ENDINGS:
         Path(f"{prefix}{ending}").unlink(missing_ok=True)
 
 
 def refuse_to_overwrite(prefix: Path) -> None:
     """Raise a ValueError if a file has one of the final names."""
-    for ending in ENDINGS:
+    for ending in ALL_ENDINGS:
         if os.path.lexists(f"{prefix}{ending}"):
             raise ValueError(
                 f"{prefix}{ending} exists: give another --output-prefix, or --overwrite."
@@ -96,10 +100,35 @@ def write_indexed(stem: Path, dtype: type[np.integer], documents: Iterable[Ids])
     builder.finalize(f"{stem}.idx")
 
 
+def write_mask(stem: Path, tokens: int, masks: Iterable[NDArray[np.bool_]]) -> int:
+    """Write `stem`.supervised.npy and return how many tokens are supervised.
+
+    Args:
+        stem: of the file.
+        tokens: in all.
+        masks: of the documents in the order of the .bin, bool[n] each.
+    """
+    bits = np.lib.format.open_memmap(f"{stem}{MASK}", "w+", np.uint8, (-(-tokens // 8),))
+    left, at, supervised = np.zeros(0, np.bool_), 0, 0
+    for mask in masks:
+        supervised += int(mask.sum())
+        left = np.concatenate([left, mask])
+        whole = len(left) // 8
+        bits[at : at + whole] = np.packbits(left[: 8 * whole], bitorder="little")
+        left, at = left[8 * whole :], at + whole
+    if len(left):
+        bits[at] = np.packbits(left, bitorder="little")[0]
+    assert 8 * at + len(left) == tokens
+    bits.flush()
+    return supervised
+
+
 def checksums(stem: Path) -> dict[str, str]:
-    """Return the sha256 of .bin, .idx and .bytes.npy, by ending without its dot."""
+    """Return the sha256 of all files but .json, by ending without its dot."""
     out = {}
-    for ending in (".bin", ".idx", ".bytes.npy"):
+    for ending in (".bin", ".idx", ".bytes.npy", MASK):
+        if not os.path.exists(f"{stem}{ending}"):
+            continue
         with open(f"{stem}{ending}", "rb") as stream:
             out[ending[1:]] = hashlib.file_digest(stream, "sha256").hexdigest()
     return out
@@ -109,8 +138,11 @@ def publish(folder: Path, prefix: Path) -> None:
     """Move the files to their final names, the index last: without it there is no data set."""
     (folder / PUBLISHING).touch()  # tells the next run whose the files are, if this one is killed
     Path(f"{prefix}.idx").unlink(missing_ok=True)  # an old one must not stand beside new data
+    Path(f"{prefix}{MASK}").unlink(missing_ok=True)  # nor one of chats beside new texts
     try:
-        for ending in ENDINGS:
+        for ending in ALL_ENDINGS:
+            if ending == MASK and not (folder / f"{STEM}{MASK}").exists():
+                continue
             os.replace(folder / f"{STEM}{ending}", f"{prefix}{ending}")
     except BaseException:
         _remove(prefix)

@@ -1,0 +1,8 @@
+"""Chats to ids and the tokens of them that are supervised.
+
+parse        a line of JSON to a chat, or the flaw that it has
+template     a chat to text, by a Jinja template
+spans        where in the text the supervised turns are
+tokens       text to ids and their places in it; spans to a mask
+source       all of it, for one tokenizer and one set of options
+"""
