@@ -119,7 +119,7 @@ def check_contract(args: Namespace) -> None:
     if folder is None:
         return
     saved = saved_arguments(folder)
-    ordered = args.chats and not args.skip_train
+    ordered = getattr(args, "chats", False) and not args.skip_train
     changed = differences(saved, args, (*TOLD, *(OF_CHATS if ordered else ())))
     if changed and args.rank == 0 and goes_on and not args.finetune:
         print(

@@ -73,7 +73,8 @@ class ChatDataset(MegatronDataset):
     """Rows of whole chats of one split of one data set, `{"documents", "epoch"}` each.
 
     Training rows go on for as many whole epochs as the global batches asked for need, each packed
-    and ordered anew, and row i is the same however many are. Validation and test hold each chat once, in the order of the file.
+    and ordered anew, and row i is the same however many are. Validation and test hold each chat
+    once, in the order of the file.
 
     Attributes:
         rows_per_epoch: rows of the first epoch.

@@ -340,7 +340,8 @@ def test_what_is_left_out_is_counted(build: Build) -> None:
 
 def test_bytes_of_a_cut_chat_are_in_proportion(build: Build) -> None:
     chats = [([1] * 50, [0] * 20 + [1] * 30), ([1] * 9, [0] * 4 + [1] * 5)]
-    train, _, _ = build(chats, overlong="truncate", bytes_of=[90, 11], sizes=(2, 0, 0), fill=256)
+    how = {"overlong": "truncate", "fill": 256, "batch": 2}
+    train, _, _ = build(chats, bytes_of=[90, 11], sizes=(2, 0, 0), **how)
     told = {
         key: size
         for s in samples(train)
