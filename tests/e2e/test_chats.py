@@ -1,15 +1,14 @@
 """Runs on chats: what they print, that a resumed one is the same run, and their evaluation."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from chats import chat, write_chats
 from entry import pretrain, tensors
 from launch import CONFIG
 from ranks import run_ranks
 
-from chats import chat, write_chats
 from megatron_bp.training.record import read_metrics
 
 pytestmark = pytest.mark.ranks
@@ -33,16 +32,14 @@ def make_chats(folder: Path) -> list[str]:
     return [str(folder / "run.yaml"), "--data-path", prefix]
 
 
-def test_three_steps_on_chats_and_three_more_are_six(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Two data-parallel ranks; 6 steps are more than two epochs."""
+def test_three_steps_on_chats_and_three_more_are_six(tmp_path: Path) -> None:
+    """On two data-parallel ranks, and on one the losses are the same: so are the rows of a step."""
     head = make_chats(tmp_path)
 
-    def run(name: str, *more: str) -> None:
+    def run(name: str, *more: str, ranks: int = 2) -> None:
         folder = ["--save", str(tmp_path / name), "--load", str(tmp_path / name)]
-        ends = run_ranks(2, pretrain, [*head, *FLAGS.split(), *folder, *more], fresh=True)
-        assert [code for code, _ in ends] == [0, 0], ends
+        ends = run_ranks(ranks, pretrain, [*head, *FLAGS.split(), *folder, *more], fresh=True)
+        assert [code for code, _ in ends] == [0] * ranks, ends
 
     def saved(name: str) -> dict[str, torch.Tensor]:
         return run_ranks(1, tensors, str(tmp_path / name / "iter_0000006"))[0]
@@ -52,10 +49,12 @@ def test_three_steps_on_chats_and_three_more_are_six(
     run("resumed")
     whole, resumed = saved("whole"), saved("resumed")
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
-    rows = {n: read_metrics(tmp_path / n / "metrics.jsonl") for n in ("whole", "resumed")}
-    same = [
-        [{k: v for k, v in row.items() if k in ("kind", "iteration", "loss", "diffusion_count")}]
-        for name in rows
-        for row in rows[name]
-    ]
-    assert same[: len(same) // 2] == same[len(same) // 2 :]
+    run("alone", ranks=1)
+    rows = [read_metrics(tmp_path / n / "metrics.jsonl") for n in ("whole", "resumed", "alone")]
+    assert [row["kind"] for row in rows[0]].count("train") == 6
+    for name in ("kind", "iteration", "diffusion_count", "clean_tokens"):
+        whole_values, *others = [[row.get(name) for row in of_run] for of_run in rows]
+        assert others == [whole_values] * 2, name
+    losses, resumed_losses, alone = [[row["loss"] for row in of_run] for of_run in rows]
+    assert resumed_losses == losses
+    assert alone == pytest.approx(losses, rel=1e-5)
