@@ -25,7 +25,7 @@ def as_chats(source: Path, prefix: Path) -> None:
     builder = IndexedDatasetBuilder(f"{prefix}.bin", texts.index.dtype)
     masks = []
     for number in range(len(texts)):
-        ids = texts[number][: SHORTEST + 7 * number % (LONGEST - SHORTEST + 1)]
+        ids = texts[number][: SHORTEST + 11 * number % (LONGEST - SHORTEST + 1)]
         n = len(ids)
         if n < SHORTEST:
             continue
