@@ -18,10 +18,11 @@ def main(argv: list[str] | None = None) -> None:
         cpu.install()
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain
+    from megatron.training import get_tokenizer, pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_bp import arguments
+    from megatron_bp.batch.chat_report import chat_report
     from megatron_bp.batch.dataset import build_datasets
     from megatron_bp.training import saving
     from megatron_bp.training.host import prepare_megatron
@@ -51,9 +52,13 @@ def main(argv: list[str] | None = None) -> None:
         config = arguments.dataset_config(args)
         try:
             samples = arguments.evaluation_samples(args)
-            return build_datasets(config, sizes, samples, args.eval_draws, args.micro_batch_size)
+            built = build_datasets(config, sizes, samples, args.eval_draws, args.micro_batch_size)
         except ValueError as error:
             arguments.fail(str(error), error)
+        if args.chats and args.rank == 0 and not vp_stage:
+            for line in chat_report(built, args.print_samples, get_tokenizer().detokenize):
+                print(line, flush=True)
+        return built
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own
     with saving.errors_told(args):

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_bp.arguments.chats import chat_policy
 from megatron_bp.diffusion.objective import Objective
 from megatron_bp.model.config import BDLMModelConfig
 from megatron_bp.model.moe import BALANCE_LOSSES, Z_LOSS
@@ -110,13 +111,22 @@ def evaluation_samples(args: Namespace) -> int | None:
 
 
 def dataset_config(args: Namespace) -> Any:
-    """Megatron's GPTDatasetConfig for rows of the real length, without its shifted labels."""
+    """Megatron's GPTDatasetConfig for rows of the real length, without its shifted labels.
+
+    Of chats a `ChatConfig`.
+    """
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.training import get_tokenizer
     from megatron.training.utils import get_blend_and_blend_per_split
 
+    from megatron_bp.data.sft import ChatConfig
+
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return GPTDatasetConfig(
+    kind, more = GPTDatasetConfig, {}
+    if args.chats:
+        policy = chat_policy(args, _row_cost(args))
+        kind, more = ChatConfig, {"policy": policy, "global_batch": args.global_batch_size}
+    return kind(
         random_seed=args.seed,
         sequence_length=args.bdlm_seq_length,
         blend=blend,
@@ -133,6 +143,7 @@ def dataset_config(args: Namespace) -> Any:
         eod_mask_loss=False,
         create_attention_mask=False,
         add_extra_token_to_sequence=False,
+        **more,
     )
 
 

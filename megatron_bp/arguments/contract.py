@@ -80,6 +80,7 @@ FIELDS = (
     "clean_relation",
     "own_relation",
     "window_anchor",
+    "answer_fill",
     "untie_embeddings_and_output_weights",
     *MODEL,
 )
@@ -95,7 +96,10 @@ TOLD = (
     "valid_data_path",
     "test_data_path",
     "per_split_data_args_path",
+    "chats",
+    "overlong_chats",
 )
+OF_CHATS = ("global_batch_size",)  # their order is made for it
 SHOWN = {"bdlm_seq_length": "--seq-length", "bdlm_vocabulary": "the tokenizer's vocabulary"}
 
 
@@ -115,7 +119,8 @@ def check_contract(args: Namespace) -> None:
     if folder is None:
         return
     saved = saved_arguments(folder)
-    changed = differences(saved, args, TOLD)
+    ordered = getattr(args, "chats", False) and not args.skip_train
+    changed = differences(saved, args, (*TOLD, *(OF_CHATS if ordered else ())))
     if changed and args.rank == 0 and goes_on and not args.finetune:
         print(
             f"megatron_bp: goes on from {folder} with {_told(changed)}: the data, their order, "

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megatron_bp import cpu
 from megatron_bp.arguments.build import model_config, settings
+from megatron_bp.arguments.chats import check_chats
 from megatron_bp.arguments.command_line import join
 from megatron_bp.arguments.config_file import to_flags
 from megatron_bp.arguments.contract import check_contract
@@ -84,6 +85,8 @@ def parse(argv: list[str]) -> Namespace:
             mask = args.mask_token_id if args.noise == "absorbing" else None
             facts = check_indexed(prefix, args.bdlm_vocabulary, mask)
             print(f"megatron_bp: {prefix}: {facts}", file=told, flush=True)
+            if args.chats:
+                check_chats(args, prefix)
         check_load(args)
         check_contract(args)
         check_reshape(args)

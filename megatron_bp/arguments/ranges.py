@@ -40,6 +40,7 @@ LEAST: dict[str, float] = {
     "init_method_std": 0,
     "layernorm_epsilon": 0,
     "num_workers": 0,
+    "print_samples": 0,
 }
 # Flag -> bound that values must stay below.
 BELOW: dict[str, float] = {

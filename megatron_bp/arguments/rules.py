@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Collection
 
 from megatron_bp import cpu
+from megatron_bp.arguments.chats import refuse_chats
 from megatron_bp.arguments.data_paths import data_prefixes, missing_files
 from megatron_bp.arguments.degrees import refuse_degrees
 from megatron_bp.arguments.flags import full_parser
@@ -33,7 +34,7 @@ def refuse(args: Namespace, given: Collection[str] = ()) -> None:
     refuse_degrees(args, given)
     _model(args)
     _training(args)
-    _data(args)
+    _data(args, given)
 
 
 def _model(args: Namespace) -> None:
@@ -179,7 +180,7 @@ def _training(args: Namespace) -> None:
         no(f"--wandb-project {args.wandb_project} needs --wandb-exp-name")
 
 
-def _data(args: Namespace) -> None:
+def _data(args: Namespace, given: Collection[str]) -> None:
     if args.diffusion_block_size < 1:
         no(f"--diffusion-block-size {args.diffusion_block_size}: must be at least 1")
     if args.mask_token_id is None:
@@ -244,3 +245,4 @@ def _data(args: Namespace) -> None:
             f"{missing}: no such file; --data-path takes the prefix of a .bin/.idx pair "
             f"(`python -m megatron_bp.tools.prepare` makes one)"
         )
+    refuse_chats(args, prefixes, given)

@@ -14,8 +14,10 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_bp.batch.balance import Balanced, CostedBlend
 from megatron_bp.data.document import Document
 from megatron_bp.data.pretrain import DocumentDataset, blend_key
+from megatron_bp.data.sft import ChatConfig, ChatDataset
 from megatron_bp.sequence.packing import Sample, join, pack
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
@@ -23,7 +25,10 @@ OF_DOCUMENTS = ("document_keys", "document_bytes", "document_epochs")
 
 
 class DocumentSource(Protocol):
-    """What a data source offers: a length, and `{"documents": tuple[Document, ...]}` by index."""
+    """What a data source offers: a length, and `{"documents": tuple[Document, ...]}` by index.
+
+    Where its keys do not tell passes over the data apart, an item has its pass as "epoch" too.
+    """
 
     def __len__(self) -> int: ...
 
@@ -75,6 +80,7 @@ class SampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
             epoch = again if self.split == TRAIN else again % self.draws
             idx = idx % len(self.source)
         item = self.source[idx]
+        epoch += int(item.get("epoch", 0))
         documents: tuple[Document, ...] = item["documents"]
         if "dataset_id" in item:  # of a blend: keys are stable in their own data set only
             number = int(item["dataset_id"])
@@ -121,7 +127,8 @@ def build_datasets(
     """Training, validation and test samples, built by Megatron: blends and caches are its own.
 
     Args:
-        config: Megatron's data set config; its sequence_length is the row length.
+        config: Megatron's data set config, for chats a `ChatConfig`; its sequence_length is the
+            row length.
         sizes: samples that the run will read of each split; None for all of one epoch.
         evaluation: samples of one draw of one evaluation; None for all.
         draws: noise draws of each in one evaluation.
@@ -134,7 +141,8 @@ def build_datasets(
         sizes[TRAIN],
         *(evaluation if sizes[s] else sizes[s] for s in (VALIDATION, TEST)),
     ]
-    sources = BlendedMegatronDatasetBuilder(DocumentDataset, wanted, lambda: True, config).build()
+    kind = ChatDataset if isinstance(config, ChatConfig) else DocumentDataset
+    sources = BlendedMegatronDatasetBuilder(kind, wanted, lambda: True, config).build()
     out: list[SampleDataset | None] = []
     for split, (source, size) in enumerate(zip(sources, sizes, strict=True)):
         if size == 0 or (split == TEST and source is None):
@@ -157,6 +165,9 @@ def build_datasets(
             _check_read_once(source, evaluation, config.sequence_length)
         if split != TRAIN and evaluation is not None:
             source = FirstSamples(source, evaluation)
+        if split == TRAIN and isinstance(config, ChatConfig):
+            costed = CostedBlend(source) if hasattr(source, "datasets") else source
+            source = Balanced(costed, config.global_batch)
         passes = 1 if split == TRAIN else draws
         out.append(SampleDataset(source, config.sequence_length, split, size, passes, rows))
     return out[TRAIN], out[VALIDATION], out[TEST]
@@ -166,7 +177,7 @@ def _check_read_once(source: Any, evaluation: int, length: int) -> None:
     """Refuse an evaluation that would read a text twice: its standard error would be too small.
 
     Args:
-        source: a DocumentDataset, or Megatron's blend of several.
+        source: a DocumentDataset or ChatDataset, or Megatron's blend of several.
         evaluation: rows that it reads.
         length: tokens a row.
     """
@@ -176,7 +187,8 @@ def _check_read_once(source: Any, evaluation: int, length: int) -> None:
     number = getattr(source, "dataset_index", np.zeros(evaluation, dtype=np.int64))
     wanted = np.bincount(number[:evaluation], minlength=len(parts))
     for part, rows in zip(parts, wanted.tolist(), strict=True):
-        whole = part._get_num_tokens_per_epoch() // length
+        chats = isinstance(part, ChatDataset)
+        whole = part.rows_per_epoch if chats else part._get_num_tokens_per_epoch() // length
         if rows > whole:
             name = part.dataset.path_prefix
             raise ValueError(

@@ -29,6 +29,11 @@ def blend_key(dataset: int, key: int) -> int:
     return dataset << SAMPLE_BITS + PIECE_BITS | key
 
 
+def blend_place(key: int) -> tuple[int, int]:
+    """(data set of the blend, key in it) of a key that `blend_key` made, or of one of no blend."""
+    return key >> SAMPLE_BITS + PIECE_BITS, key & (1 << SAMPLE_BITS + PIECE_BITS) - 1
+
+
 class DocumentDataset(GPTDataset):
     """Megatron's GPTDataset, yielding `Document`s instead of one flat row."""
 

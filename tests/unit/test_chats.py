@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import chats
 import numpy as np
 import pytest
+import templates as chats
 
 from megatron_bp.data.checks import check_indexed, document_bytes
 from megatron_bp.tools import prepare as tool

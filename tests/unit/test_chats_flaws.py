@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import chats
 import pytest
+import templates as chats
 
 from megatron_bp.tools import prepare as tool
 from megatron_bp.tools.prepare import Options

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import chats
 import numpy as np
 import pytest
+import templates as chats
 
 from megatron_bp.data.checks import check_indexed
 from megatron_bp.tools import prepare as tool

@@ -23,6 +23,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "loss_weighting": ("bound", "one"),
     "diffusion_loss_weight": (1.0, 0.3),
     "ar_loss_weight": (0.0, 1.0),
+    "answer_fill": ("none", "eos"),
     "clean_relation": ("block", "token"),
     "own_relation": ("bidirectional", "causal"),
     "untie_embeddings_and_output_weights": (False, True),

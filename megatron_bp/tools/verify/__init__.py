@@ -7,6 +7,7 @@ layout: loss, gradient norm, and the gradient of every parameter by name. docs/v
     configuration the user's config, of one layout   stored     full tensors, one at a time
     shrink        --tiny                             compare    what is equal, and how nearly
     sample_data   text for --tiny, if there is none  report     the table and the JSON
+    sample_chats  chats for --tiny, of such text
     launch        processes, timeouts, logs          run        the order of the steps
     worker        one rank of one layout             command    the command line
     observe       what a rank notes while it trains

@@ -90,9 +90,10 @@ def _values(plan: Plan, say: Say) -> Values:
     if plan.tiny:
         values, changed = shrink(values, (plan.reference, *plan.layouts))
         say(f"--tiny: {', '.join(changed)}")
-        if not has_data(values):
+        if values.get("chats") or not has_data(values):
             values = with_sample_data(values, plan.folder)
-            say("--tiny: the config's data is not there; made a little of this package's source")
+            why = "few chats fit so small a row" if values.get("chats") else "its data is not there"
+            say(f"--tiny: {why}; made a little of this package's source")
     values.setdefault("global_batch_size", 1)
     values.setdefault("data_cache_path", str(plan.folder / "cache"))
     return values

@@ -1,9 +1,13 @@
-"""Text for --tiny where the config's own data is not there: paragraphs of this package."""
+"""Text for --tiny where the config's own data is not there: paragraphs of this package.
+
+Chats for a config of chats: few of its own would fit a small row.
+"""
 
 from pathlib import Path
 
 from megatron_bp.tools.prepare import BYTE_VOCABULARY, Options, prepare
 from megatron_bp.tools.verify.configuration import Values
+from megatron_bp.tools.verify.sample_chats import as_chats
 
 OF_DATA = (
     "data_path",
@@ -56,6 +60,9 @@ def with_sample_data(values: Values, folder: Path) -> Values:
             tokenizer_flags=flags,
         )
     )
+    if values.get("chats"):
+        text, prefix = prefix, prefix.with_name("chats")
+        as_chats(text, prefix)
     kept = {name: value for name, value in values.items() if name not in OF_DATA}
     return kept | {"data_path": [str(prefix)], "split": "100,0,0"}
 

@@ -1,0 +1,135 @@
+"""What each chat of a data set is as it is trained with: size, cost, or why it is left out.
+
+One pass over the lengths and the mask; no token is read. The same numbers that `answers.as_trained`
+gives chat by chat. Knows nothing of packing, noise or ranks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_bp.data.answers import ChatPolicy, filling
+from megatron_bp.data.indexed import DataError
+from megatron_bp.data.supervised import SupervisedMask
+
+CHUNK = 1 << 22  # tokens looked at at once, or one chat
+
+
+@dataclass(frozen=True, eq=False)
+class Catalogue:
+    """Of C chats, in the order of the .idx; those left out have 0 tokens.
+
+    Attributes:
+        first: int64[C], place of each chat's first token in the data.
+        tokens: int64[C], as they are trained with: cut, filled.
+        supervised: int64[C], tokens of these that are supervised, filling included.
+        whole: int64[C], supervised tokens before anything was cut or filled.
+        filled: int64[C], tokens that were added.
+        cost: int64[C], work of each in visible pairs.
+        truncated, overlong, unsupervised: bool[C], cut; left out as longer than a row; left out as
+            nothing (that is left) of it is supervised.
+    """
+
+    first: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    supervised: NDArray[np.int64]
+    whole: NDArray[np.int64]
+    filled: NDArray[np.int64]
+    cost: NDArray[np.int64]
+    truncated: NDArray[np.bool_]
+    overlong: NDArray[np.bool_]
+    unsupervised: NDArray[np.bool_]
+
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        """bool[C]: chats that are trained with."""
+        return self.tokens > 0
+
+
+def catalogue(
+    lengths: NDArray[np.int32], mask: SupervisedMask, policy: ChatPolicy, name: str
+) -> Catalogue:
+    """The chats of a data set under a policy.
+
+    Args:
+        lengths: int32[C], tokens of each chat.
+        mask: which of them are supervised.
+        policy: what is done to chats.
+        name: of the data set, for errors.
+
+    Raises:
+        DataError: a chat is longer than a row, and such chats are refused.
+    """
+    sizes = lengths.astype(np.int64)
+    refuse_overlong(sizes, policy, name)
+    ends = np.cumsum(sizes)
+    first = ends - sizes
+    facts = np.zeros((5, len(sizes)), dtype=np.int64)
+    start = 0
+    while start < len(sizes):
+        stop = max(start + 1, int(np.searchsorted(ends, first[start] + CHUNK, "right")))
+        part = slice(start, stop)
+        facts[:, part] = _of_chunk(sizes[part], mask, int(first[start]), policy.length)
+        start = stop
+    whole, kept, places, last, last_run = facts
+    overlong = (sizes > policy.length) & (policy.overlong == "drop")
+    unsupervised = (kept == 0) & ~overlong
+    left = ~overlong & ~unsupervised
+    filled = np.where(left, filling(sizes, last.astype(np.bool_), last_run, policy), 0)
+    cut = np.minimum(sizes, policy.length)
+    tokens = np.where(left, cut + filled, 0)
+    supervised = np.where(left, kept + filled, 0)
+    seen = places + filled * cut + filled * (filled - 1) // 2
+    cost = tokens * (tokens + policy.block_size) // 2 + seen + supervised * policy.block_size
+    cost += policy.row_cost * (tokens + supervised)
+    return Catalogue(
+        first=first,
+        tokens=tokens,
+        supervised=supervised,
+        whole=whole,
+        filled=filled,
+        cost=np.where(left, cost, 0),
+        truncated=left & (sizes > policy.length),
+        overlong=overlong,
+        unsupervised=unsupervised,
+    )
+
+
+def refuse_overlong(sizes: NDArray[np.int64], policy: ChatPolicy, name: str) -> None:
+    """Raise a DataError for the first chat that is longer than a row, if such are refused."""
+    long = np.flatnonzero(sizes > policy.length)
+    if policy.overlong != "refuse" or not len(long):
+        return
+    raise DataError(
+        f"{name}: chat {long[0]} has {sizes[long[0]]} tokens, and a row {policy.length} "
+        f"(--seq-length); {len(long)} of {len(sizes)} chats are too long, the longest has "
+        f"{sizes.max()}: raise --seq-length, or say --overlong-chats truncate or drop"
+    )
+
+
+def _of_chunk(
+    sizes: NDArray[np.int64], mask: SupervisedMask, first: int, length: int
+) -> NDArray[np.int64]:
+    """int64[5, C'] of chats one after the other.
+
+    Supervised tokens, those in the first `length` tokens, the sum of their positions, whether the
+    last token is supervised, and where the last run of supervised tokens starts.
+    """
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    supervised = mask.of(first, int(ends[-1]))
+    position = np.arange(len(supervised)) - np.repeat(starts, sizes)
+    kept = supervised & (position < length)
+
+    def sums(values: NDArray[np.int64] | NDArray[np.bool_]) -> NDArray[np.int64]:
+        total = np.append(0, np.cumsum(values, dtype=np.int64))
+        return np.asarray(total[ends] - total[starts])
+
+    prompt = np.where(supervised, -1, np.arange(len(supervised)))
+    before = np.append(-1, np.maximum.accumulate(prompt)) if len(prompt) else np.array([-1])
+    last_run = np.maximum(before[ends] + 1, starts) - starts
+    last = np.append(False, supervised)[ends] & (sizes > 0)
+    return np.stack(
+        [sums(supervised), sums(kept), sums(np.where(kept, position, 0)), last, last_run]
+    )
