@@ -84,10 +84,10 @@ def _padded_vocabulary(rank: int) -> Any:
     from megatron_bp.model import output
 
     def padded(
-        hidden: Any, weight: Any, labels: Any, weights: Any, vocabulary: int, group: Any
+        hidden: Any, weight: Any, labels: Any, weights: Any, vocabulary: int, **more: Any
     ) -> Any:
-        ranks = 1 if group is None else group.size()
-        return cross_entropy(hidden, weight, labels, weights, len(weight) * ranks, group=group)
+        ranks = 1 if more["group"] is None else more["group"].size()
+        return cross_entropy(hidden, weight, labels, weights, len(weight) * ranks, **more)
 
     cross_entropy = output.weighted_cross_entropy
     return mock.patch.object(output, "weighted_cross_entropy", padded)
@@ -231,6 +231,17 @@ def _corrupted_stay_away(rank: int) -> Any:
     return stack
 
 
+def _excluded_everywhere(rank: int) -> Any:
+    """The next-token term leaves the mask token out too."""
+    from megatron_bp.model import output
+
+    def every(token: int, rows: Any) -> Any:
+        return excluded(token, torch.ones_like(rows))
+
+    excluded = output.Excluded
+    return mock.patch.object(output, "Excluded", every)
+
+
 def _dgrad_twice(rank: int) -> Any:
     """The hidden rows' gradient is added up over TP twice under sequence parallelism."""
     from megatron_bp.model import output
@@ -298,6 +309,7 @@ def _others_mask(rank: int) -> Any:
 
 TOPOLOGY_FAULTS: dict[str, Callable[[int], Any]] = {
     "padded ids in a TP rank's softmax": _padded_vocabulary,
+    "mask token left out of every term": _excluded_everywhere,
     "hidden gradient added up twice": _dgrad_twice,
     "hidden gradient not added up": _dgrad_never,
     "norm gradients not added up": _norm_unmarked,

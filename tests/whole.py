@@ -93,6 +93,16 @@ SHAPES = {
         ),
         objective={"ar_weight": 0.7, "diffusion_weight": 0.3},
     ),
+    "mask token left out, next-token term": Shape(
+        QWEN3,
+        (
+            Case((10, 8, 9), 4, prompts=(0,), clean_relation="token"),
+            Case((24,), 4, clean_relation="token"),
+            Case((1, 6), 4, clean_relation="token"),
+            Case((9,), 4, prompts=(0,), clean_relation="token"),
+        ),
+        objective={"ar_weight": 0.7, "exclude_mask_logit": True},
+    ),
     "fewer units than ranks, nothing supervised": Shape(
         LLAMA, (Case((3,), 4), Case((10, 6), 4, prompts=(0, 1)), Case((1,), 4), Case((9,), 4))
     ),
@@ -533,6 +543,7 @@ def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
             own_relation=case.own_relation,
             window=shape.windows or case.window,
             window_anchor=case.window_anchor,
+            exclude_mask_logit=shape.objective.get("exclude_mask_logit", False),
             routed={"none": "seen", "supervised": "scored", "all": "whole"}[scores],
         )
         total, count = total + of_row, count + counted

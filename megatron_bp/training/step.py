@@ -86,7 +86,7 @@ class Forward:
     slot_rank: int
 
 
-def run_model(micro: MicroBatch, vocabulary: int, model: torch.nn.Module) -> Forward:
+def run_model(micro: MicroBatch, objective: Objective, model: torch.nn.Module) -> Forward:
     """The model, or the stage of it that `model` is, on this rank's rows of a micro-batch."""
     groups, config = get_attr_wrapped_model(model, "pg_collection"), get_model_config(model)
     device = next(model.parameters()).device
@@ -103,7 +103,8 @@ def run_model(micro: MicroBatch, vocabulary: int, model: torch.nn.Module) -> For
     head = None
     if get_attr_wrapped_model(model, "post_process"):
         scored = scored_rows(batch.terms, micro.scales.scales).to(device)
-        head = LossHead(scored, vocabulary, groups.tp, config.sequence_parallel)
+        excluded = objective.mask_token_id if objective.exclude_mask_logit else None
+        head = LossHead(scored, objective.vocabulary, groups.tp, config.sequence_parallel, excluded)
     uncounted = None
     if config.num_moe_experts is not None:
         uncounted = ~batch.own_rows.to(device)[None]
@@ -140,7 +141,7 @@ def forward_step(
         next(model.parameters()).device,
         model.training,
     )
-    forward = run_model(micro, settings.objective.vocabulary, model)
+    forward = run_model(micro, settings.objective, model)
     if forward.head is None:
         if settings.metrics is not None:
             settings.metrics.sending(forward.layout.exchange)
