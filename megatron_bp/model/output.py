@@ -204,7 +204,15 @@ def weighted_cross_entropy(
     """
     with_grad = torch.is_grad_enabled()
     total, cross_entropy_R = _WeightedCrossEntropy.apply(
-        hidden_RH, weight_pH, labels_R, weights_R, vocabulary, chunk_logits, group, excluded, with_grad
+        hidden_RH,
+        weight_pH,
+        labels_R,
+        weights_R,
+        vocabulary,
+        chunk_logits,
+        group,
+        excluded,
+        with_grad,
     )
     return total, cross_entropy_R
 

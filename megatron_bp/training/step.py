@@ -25,6 +25,7 @@ from megatron_bp.sequence.plan import SequenceOptions
 from megatron_bp.training.metrics import Metrics, measure
 from megatron_bp.training.nonfinite import NonFinite
 from megatron_bp.training.reader import MicroBatch, StepReader
+from megatron_bp.training.self_conditioning import condition_of, conditioned_input
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +111,13 @@ def run_model(micro: MicroBatch, objective: Objective, model: torch.nn.Module) -
         uncounted = ~batch.own_rows.to(device)[None]
         if micro.row_scale is not None:  # the schedules ask for it after this forward
             config.moe_grad_scale_func = partial(float, micro.row_scale)
-    output = model(
-        batch.input_ids.to(device)[None],
-        layout.positions[None],
-        None,
-        packed_seq_params=layout,
-        output_processor=head,
-        padding_mask=uncounted,
-    )
+    ids, positions = batch.input_ids.to(device)[None], layout.positions[None]
+    forward = partial(model, ids, positions, None, packed_seq_params=layout, padding_mask=uncounted)
+    embedded = None
+    if objective.self_conditioning > 0:
+        condition = condition_of(micro, objective, batch, int(groups.clean_shard.rank()))
+        embedded = conditioned_input(model, forward, ids, positions, condition, objective)
+    output = forward(decoder_input=embedded, output_processor=head)
     return Forward(output, batch, layout, head, rank)
 
 

@@ -8,8 +8,7 @@ import pytest
 from cases import Case
 from faults import TOPOLOGY_FAULTS
 from ranks import run_ranks
-from topology import TABLES, Topology, joined, topology_on_rank
-from torch import Tensor
+from topology import TABLES, Topology, joined, same, topology_on_rank
 from whole import LLAMA, PACKED, SHAPES, check_step, oracle_step, step_on_rank
 
 pytestmark = pytest.mark.ranks
@@ -92,11 +91,6 @@ def one_rank(name: str) -> dict[str, Any]:
         if table in truth["grads"]:
             truth["grads"][table] = truth["grads"][table][: shape.vocabulary]
     return truth
-
-
-def same(one: Tensor, other: Tensor, name: str) -> None:
-    error = (one - other).norm() / max(float(one.norm()), 1e-3)
-    assert error < 1e-5, f"{name}: ranks that hold one parameter disagree by {error}"
 
 
 @functools.cache
