@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -84,10 +85,10 @@ def _padded_vocabulary(rank: int) -> Any:
     from megatron_bp.model import output
 
     def padded(
-        hidden: Any, weight: Any, labels: Any, weights: Any, vocabulary: int, group: Any
+        hidden: Any, weight: Any, labels: Any, weights: Any, vocabulary: int, **more: Any
     ) -> Any:
-        ranks = 1 if group is None else group.size()
-        return cross_entropy(hidden, weight, labels, weights, len(weight) * ranks, group=group)
+        ranks = 1 if more["group"] is None else more["group"].size()
+        return cross_entropy(hidden, weight, labels, weights, len(weight) * ranks, **more)
 
     cross_entropy = output.weighted_cross_entropy
     return mock.patch.object(output, "weighted_cross_entropy", padded)
@@ -231,6 +232,17 @@ def _corrupted_stay_away(rank: int) -> Any:
     return stack
 
 
+def _excluded_everywhere(rank: int) -> Any:
+    """The next-token term leaves the mask token out too."""
+    from megatron_bp.model import output
+
+    def every(token: int, rows: Any) -> Any:
+        return excluded(token, torch.ones_like(rows))
+
+    excluded = output.Excluded
+    return mock.patch.object(output, "Excluded", every)
+
+
 def _dgrad_twice(rank: int) -> Any:
     """The hidden rows' gradient is added up over TP twice under sequence parallelism."""
     from megatron_bp.model import output
@@ -298,6 +310,7 @@ def _others_mask(rank: int) -> Any:
 
 TOPOLOGY_FAULTS: dict[str, Callable[[int], Any]] = {
     "padded ids in a TP rank's softmax": _padded_vocabulary,
+    "mask token left out of every term": _excluded_everywhere,
     "hidden gradient added up twice": _dgrad_twice,
     "hidden gradient not added up": _dgrad_never,
     "norm gradients not added up": _norm_unmarked,
@@ -417,6 +430,118 @@ MOE_FAULTS: dict[str, Callable[[int], Any]] = {
 }
 
 
+# --- in self-conditioning ------------------------------------------------------------------------
+
+
+def _through_the_first_pass(rank: int) -> Any:
+    """The gradient flows through the first pass too."""
+    from megatron_bp.model import soft_embedding
+    from megatron_bp.training import self_conditioning
+
+    stack = contextlib.ExitStack()
+    fake = SimpleNamespace(no_grad=contextlib.nullcontext)
+    stack.enter_context(mock.patch.object(self_conditioning, "torch", fake))
+
+    def differentiable(
+        hidden: Any, weight: Any, table: Any, vocabulary: int, excluded: Any, group: Any
+    ) -> torch.Tensor:
+        return torch.softmax((hidden @ weight[:vocabulary].T), dim=-1) @ table[:vocabulary]
+
+    stack.enter_context(mock.patch.object(soft_embedding, "expected_embedding", differentiable))
+    return stack
+
+
+def _clean_conditioned(rank: int) -> Any:
+    """The first rows are conditioned, which are clean."""
+    return _other_condition(lambda c: dataclasses.replace(c, rows=torch.arange(len(c.rows))))
+
+
+def _coin_ignored(rank: int) -> Any:
+    """Every document is conditioned."""
+    from megatron_bp.training import self_conditioning
+
+    def always(sample: Any, objective: Any) -> Any:
+        return np.ones(len(sample.document_keys), dtype=np.bool_)
+
+    return mock.patch.object(self_conditioning, "conditioned_documents", always)
+
+
+def _coin_by_rank(rank: int) -> Any:
+    """Each rank tosses a coin of its own."""
+    from megatron_bp.training import self_conditioning
+
+    def own(sample: Any, objective: Any) -> Any:
+        return documents(sample, dataclasses.replace(objective, seed=objective.seed + rank))
+
+    documents = self_conditioning.conditioned_documents
+    return mock.patch.object(self_conditioning, "conditioned_documents", own)
+
+
+def _row_before(rank: int) -> Any:
+    """A row sees the prediction of the row before it."""
+    return _other_condition(lambda c: dataclasses.replace(c, sources=c.sources.roll(1)))
+
+
+def _other_condition(change: Callable[[Any], Any]) -> Any:
+    from megatron_bp.training import self_conditioning
+
+    def other(*given: Any) -> Any:
+        return change(condition(*given))
+
+    condition = self_conditioning.local_condition
+    return mock.patch.object(self_conditioning, "local_condition", other)
+
+
+def _padding_predicted(rank: int) -> Any:
+    """Megatron's padding of the vocabulary takes part in the first pass's softmax."""
+    from megatron_bp.model import soft_embedding
+
+    def padded(hidden: Any, weight: Any, table: Any, vocabulary: int, *rest: Any) -> Any:
+        return expected(hidden, weight, table, len(weight), *rest)
+
+    expected = soft_embedding.expected_embedding
+    return mock.patch.object(soft_embedding, "expected_embedding", padded)
+
+
+def _local_softmax(rank: int) -> Any:
+    """Each TP rank's softmax is over its own ids, and their sum is taken."""
+    from megatron_bp.model import soft_embedding
+
+    def local(rows: Any, group: Any) -> Any:
+        pending, sent = gather(rows, group)
+        pending.result = pending.wait()[group.rank()][None].clone()
+        return pending, sent
+
+    gather = soft_embedding.all_gather
+    return mock.patch.object(soft_embedding, "all_gather", local)
+
+
+def _module_unmarked(rank: int) -> Any:
+    """The module does not tell that its gradients are partial under sequence parallelism."""
+    from megatron_bp.model import config
+
+    def unmarked(*given: Any) -> Any:
+        module = build(*given)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = False
+        return module
+
+    build = config.SelfConditioning
+    return mock.patch.object(config, "SelfConditioning", unmarked)
+
+
+CONDITIONING_FAULTS: dict[str, Callable[[int], Any]] = {
+    "gradient through the first pass": _through_the_first_pass,
+    "clean rows conditioned": _clean_conditioned,
+    "coin ignored": _coin_ignored,
+    "coin by rank": _coin_by_rank,
+    "prediction of the row before": _row_before,
+    "padding in the first pass's softmax": _padding_predicted,
+    "softmax of one TP rank's ids": _local_softmax,
+    "gradients of the module not added up": _module_unmarked,
+}
+
+
 def _gradient_not_reduced(rank: int) -> Any:
     """Each rank keeps the gradient of its own rows."""
     from megatron.core.distributed import param_and_grad_buffer
@@ -460,6 +585,6 @@ def plant(name: str | None, rank: int) -> Iterator[None]:
     if name is None:
         yield
         return
-    every = FAULTS | MOE_FAULTS | TOPOLOGY_FAULTS | LAYOUT_FAULTS
+    every = FAULTS | MOE_FAULTS | TOPOLOGY_FAULTS | LAYOUT_FAULTS | CONDITIONING_FAULTS
     with every[name](rank):
         yield

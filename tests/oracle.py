@@ -256,6 +256,7 @@ def gpt(
     position: Tensor,
     mask: Tensor | Sequence[Tensor],
     routers: list[Tensor] | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     """Logits, float64 [S, V], of ids [S]; names of `weights` as in Megatron's local spec.
 
@@ -268,9 +269,12 @@ def gpt(
         position: position ids [S].
         mask: bool [S, S], True = sees; or one per layer.
         routers: gets the router logits [S, E] of each MoE layer.
+        added: [S, hidden], added to the embeddings.
     """
     masks = [mask] * config.layers if isinstance(mask, Tensor) else list(mask)
     x = weights["embedding.word_embeddings.weight"].double()[ids]
+    if added is not None:
+        x = x + added
     for n, layer_mask in zip(range(config.layers), masks, strict=True):
         layer = f"decoder.layers.{n}."
         y = _norm(weights, layer + "input_layernorm", config, x)
@@ -354,6 +358,29 @@ def _experts(
     if name + "shared_experts.linear_fc1.weight" in weights:
         y = y + _mlp(weights, name + "shared_experts.", config, x)
     return y
+
+
+def self_condition(
+    weights: dict[str, Tensor], config: GPTShape, logits: Tensor, hidden: Tensor
+) -> Tensor:
+    """What self-conditioning adds to the embedding of a row, float64 [S, hidden].
+
+    The expected input embedding under the softmax of the logits [S, V], then RMSNorm and a gated
+    MLP. The logits are those of a first pass; no gradient reaches them or the expectation.
+
+    Args:
+        weights: state dict of the model.
+        config: the shape of the network.
+        logits: [S, V].
+        hidden: bool [V], ids that cannot be predicted.
+    """
+    table = weights["embedding.word_embeddings.weight"].double().detach()
+    soft = torch.softmax(logits.detach().masked_fill(hidden, -math.inf), dim=-1) @ table
+    y = soft / torch.sqrt((soft * soft).mean(dim=-1, keepdim=True) + config.eps)
+    y = y * weights["self_conditioning.norm.weight"].double()
+    gate = _linear(weights, "self_conditioning.gate", y)
+    y = gate * torch.sigmoid(gate) * _linear(weights, "self_conditioning.up", y)
+    return _linear(weights, "self_conditioning.down", y)
 
 
 def switch_loss(logits: Tensor, topk: int, score: str = "softmax") -> Tensor:
@@ -635,6 +662,8 @@ def diffusion(
     own_relation: str = "bidirectional",
     window: int | list[int | None] | None = None,
     window_anchor: str = "row",
+    conditioned: Sequence[bool] | None = None,
+    alignment: str = "same",
     routed: str = "all",
 ) -> tuple[Tensor, int, list[Tensor]]:
     """(sum of weight x CE, count, router logits) of a table of corrupted rows.
@@ -649,6 +678,9 @@ def diffusion(
         vocab: true vocabulary size.
         excluded: ids that cannot be predicted.
         clean_relation, own_relation, window, window_anchor: see `visible`.
+        conditioned: of each document, whether its corrupted rows are conditioned on a first pass:
+            on the row that predicts their token, if it is of their own unit. Default none.
+        alignment: which row that is; see `corrupted_table`.
         routed: see `bound`; or "whole": the clean rows of documents with a corrupted row.
     """
     tokens, document = _ints(tokens), _ints(document)
@@ -673,7 +705,21 @@ def diffusion(
     ids = torch.tensor([*tokens, *(row.token for row in table)], dtype=torch.long)
     where = torch.tensor(position + [position[i] for i in at], dtype=torch.long)
     routers: list[Tensor] = []
-    logits = gpt(weights, config, ids, where, mask, routers)[length:]
+    added = None
+    if conditioned is not None:
+        with torch.no_grad():
+            first = gpt(weights, config, ids, where, mask)[length:]
+        hidden = torch.arange(first.shape[-1]) >= vocab
+        hidden[list(excluded)] = True
+        of_row = self_condition(weights, config, first, hidden)
+        place = {(row.copy, row.position): k for k, row in enumerate(table)}
+        added = torch.zeros(len(ids), config.hidden, dtype=torch.float64)
+        for k, row in enumerate(table):
+            source = row.position - (alignment == "next")
+            inside = source >= 0 and block[source] == block[row.position]
+            if conditioned[document[row.position]] and inside:
+                added[length + k] = of_row[place[row.copy, source]]
+    logits = gpt(weights, config, ids, where, mask, routers, added)[length:]
     last = {document[i]: block[i] for i in at}
     needed = [
         b >= 0

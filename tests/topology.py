@@ -203,6 +203,11 @@ def whole_gradients(model: list[torch.nn.Module]) -> None:
                 dist.all_gather_into_tensor(bucket.grad_data.view(-1), own, group=group)
 
 
+def same(one: Tensor, other: Tensor, name: str) -> None:
+    error = (one - other).norm() / max(float(one.norm()), 1e-3)
+    assert error < 1e-5, f"{name}: ranks that hold one parameter disagree by {error}"
+
+
 def joined(
     results: list[dict[str, Any]], shape: Shape, same: Callable[..., None]
 ) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from traffic import Sent, recording
 VOCABULARY = 50
 SEED = 5
 FFN = 40
+WIDTH = 20  # of the self-conditioning module
 TOLERANCE = 1e-5
 
 
@@ -92,6 +93,16 @@ SHAPES = {
             Case((9,), 4, prompts=(0,), clean_relation="token"),
         ),
         objective={"ar_weight": 0.7, "diffusion_weight": 0.3},
+    ),
+    "mask token left out, next-token term": Shape(
+        QWEN3,
+        (
+            Case((10, 8, 9), 4, prompts=(0,), clean_relation="token"),
+            Case((24,), 4, clean_relation="token"),
+            Case((1, 6), 4, clean_relation="token"),
+            Case((9,), 4, prompts=(0,), clean_relation="token"),
+        ),
+        objective={"ar_weight": 0.7, "exclude_mask_logit": True},
     ),
     "fewer units than ranks, nothing supervised": Shape(
         LLAMA, (Case((3,), 4), Case((10, 6), 4, prompts=(0, 1)), Case((1,), 4), Case((9,), 4))
@@ -238,6 +249,7 @@ def build_chunks(
         rotary_base=int(gpt.rotary_base),
         block_parallel_size=bp,
         clean_shard_size=cp,
+        self_conditioning_width=WIDTH if "self_conditioning" in shape.objective else 0,
     )
     chunks: list[torch.nn.Module] = BDLMModelBuilder(config).build_distributed_models(
         ProcessGroupCollection.use_mpu_process_groups(),
@@ -496,6 +508,18 @@ def table_of(shape: Shape, case: Case, number: int) -> tuple[list[int], list[ora
     return block, table
 
 
+def coins_of(shape: Shape, case: Case, number: int) -> list[bool] | None:
+    """Whether each document of row `number` is conditioned; None without self-conditioning."""
+    from megatron_bp.diffusion.noise import NoiseKey, Purpose, uniform
+
+    share = shape.objective.get("self_conditioning", 0.0)
+    if share == 0.0:
+        return None
+    keys = [1000 * number + case.first + ordinal for ordinal in range(len(case.lengths))]
+    noise = [NoiseKey(SEED, 0, 0, key, 0) for key in keys]
+    return [bool(uniform(n, Purpose.SELF_CONDITIONING, 0, 1)[0] < share) for n in noise]
+
+
 def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
     """The same step from the definitions, dense, float64, one process."""
     leaves = {name: w.double().requires_grad_() for name, w in weights.items()}
@@ -533,6 +557,8 @@ def oracle_step(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Any]:
             own_relation=case.own_relation,
             window=shape.windows or case.window,
             window_anchor=case.window_anchor,
+            conditioned=coins_of(shape, case, i),
+            alignment=shape.objective.get("alignment", "same"),
             routed={"none": "seen", "supervised": "scored", "all": "whole"}[scores],
         )
         total, count = total + of_row, count + counted

@@ -70,6 +70,9 @@ def model_config(args: Namespace) -> BDLMModelConfig:
     config: BDLMModelConfig = gpt_config_from_args(args, model_config_cls=BDLMModelConfig)
     config.block_parallel_size = args.block_parallel_size
     config.clean_shard_size = args.bdlm_clean_shard_size
+    if args.self_conditioning > 0:
+        config.self_conditioning_width = args.self_conditioning_width or args.hidden_size
+        config.self_conditioning_fresh = getattr(args, "bdlm_fresh_conditioning", False)
     return config
 
 

@@ -77,6 +77,7 @@ FIELDS = (
     "loss_count",
     "exclude_mask_logit",
     "self_conditioning",
+    "self_conditioning_width",
     "clean_relation",
     "own_relation",
     "window_anchor",

@@ -138,6 +138,13 @@ def add_objective_flags(group: Any) -> None:
         help="Probability that a document's corrupted rows see a first pass's prediction.",
     )
     add(
+        "--self-conditioning-width",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Hidden units of the self-conditioning module; default: --hidden-size.",
+    )
+    add(
         "--clean-relation",
         choices=["block", "token"],
         default="block",

@@ -26,6 +26,7 @@ from megatron_bp.arguments.refused import RefusedError
 from megatron_bp.arguments.reshape import check_reshape
 from megatron_bp.arguments.resolved import check_writable, describe, save_resolved
 from megatron_bp.arguments.rules import refuse
+from megatron_bp.arguments.self_conditioning import check_conditioning
 from megatron_bp.arguments.versions import check_versions
 from megatron_bp.data.checks import check_indexed
 from megatron_bp.training.saving import check_load
@@ -88,6 +89,7 @@ def parse(argv: list[str]) -> Namespace:
             if args.chats:
                 check_chats(args, prefix)
         check_load(args)
+        check_conditioning(args)
         check_contract(args)
         check_reshape(args)
         resolved = describe(args, argv)

@@ -92,7 +92,18 @@ def derived(args: Namespace) -> dict[str, Any]:
         "padded_vocabulary": args.padded_vocab_size,
         "exchanged_bytes_per_row_and_layer": row_bytes,
         "exchanged_bytes_per_rank_and_sequence": 3 * layers * (cp - 1) * sent * row_bytes,
+        **_first_pass(args, layers * (cp - 1) * sent * row_bytes),
         "loss_divisor": "supervised tokens of the whole step, each term by its own count",
+    }
+
+
+def _first_pass(args: Namespace, sent: int) -> dict[str, Any]:
+    """What self-conditioning adds where a document's coin is on."""
+    if args.self_conditioning == 0:
+        return {}
+    return {
+        "self_conditioning_parameters": (3 * args.self_conditioning_width + 1) * args.hidden_size,
+        "exchanged_bytes_of_a_first_pass_per_rank": sent,
     }
 
 

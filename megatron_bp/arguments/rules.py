@@ -16,6 +16,7 @@ from megatron_bp.arguments.degrees import refuse_degrees
 from megatron_bp.arguments.flags import full_parser
 from megatron_bp.arguments.ranges import out_of_range
 from megatron_bp.arguments.refused import no
+from megatron_bp.arguments.self_conditioning import conditioning_refusal
 
 
 def refuse(args: Namespace, given: Collection[str] = ()) -> None:
@@ -32,6 +33,8 @@ def refuse(args: Namespace, given: Collection[str] = ()) -> None:
     for message in out_of_range(args, full_parser()):
         no(message)
     refuse_degrees(args, given)
+    if (reason := conditioning_refusal(args)) is not None:
+        no(reason)
     _model(args)
     _training(args)
     _data(args, given)

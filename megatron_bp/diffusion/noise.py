@@ -19,6 +19,7 @@ class Purpose(IntEnum):
     MASK = 1  # one draw a position: corrupted or not
     REPLACEMENT = 2  # one draw a position: the id it becomes under uniform noise
     ORDER = 3  # one draw a block: the order in which antithetic levels are dealt
+    SELF_CONDITIONING = 4  # one draw a document: whether it is conditioned on a first pass
 
 
 @dataclass(frozen=True)

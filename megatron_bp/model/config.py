@@ -1,7 +1,8 @@
 """The model: Megatron's GPTModel with three things swapped after it is built from its spec.
 
 Core attention (attention/core_attention.py), rotary (explicit positions) and the output step (the
-loss head, handed to forward as `output_processor`). No fork, no subclass of GPTModel's forward.
+loss head, handed to forward as `output_processor`). A module for self-conditioning is added where
+it is asked for. No fork, no subclass of GPTModel's forward.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from megatron_bp.attention.core_attention import BlockDiffusionAttention
 from megatron_bp.model.moe import with_block_diffusion_router
 from megatron_bp.model.norm import local_norm
 from megatron_bp.model.rotary import PositionRotary
+from megatron_bp.model.self_conditioning import SelfConditioning
 from megatron_bp.parallel import state
 
 
@@ -32,11 +34,15 @@ class BDLMModelConfig(GPTModelConfig):
         block_parallel_size: BP degree.
         clean_shard_size: CP degree in the sense of this project: ranks that shard the clean rows.
             (`context_parallel_size` of the transformer config is Megatron's, the whole slot.)
+        self_conditioning_width: hidden units of the self-conditioning module; 0 for no module.
+        self_conditioning_fresh: the checkpoint that the run starts from has no such module.
     """
 
     builder: ClassVar[str] = "megatron_bp.model.config.BDLMModelBuilder"
     block_parallel_size: int = 1
     clean_shard_size: int = 1
+    self_conditioning_width: int = 0
+    self_conditioning_fresh: bool = False
 
 
 def block_diffusion_layer_spec(
@@ -89,6 +95,13 @@ class BDLMModelBuilder(GPTModelBuilder):
         if config.position_embedding_type == "rope":
             dim = int(config.transformer.kv_channels * config.rotary_percent)
             model.rotary_pos_emb = PositionRotary(model.rotary_pos_emb, dim, config.rotary_base)
+        if config.self_conditioning_width:
+            model.self_conditioning = SelfConditioning(
+                config.transformer,
+                config.self_conditioning_width,
+                pg_collection.tp,
+                config.self_conditioning_fresh,
+            )
         return model
 
     def build_distributed_models(

@@ -3,7 +3,8 @@
 Logits are made in chunks of rows and never kept: each chunk's gradient is formed at once (as in
 Liger Kernel, arXiv 2410.10989), so the peak is one chunk whatever the number of rows. Ids above the
 true vocabulary, which Megatron pads to a multiple of 128 x TP, take no part in the softmax,
-wherever among the TP ranks they fall.
+wherever among the TP ranks they fall; nor does the mask token in rows that leave it out (the zero
+masking probability of SUBS; MDLM, arXiv 2406.07524).
 
 With tensor parallelism each rank has the logits of its ids; one small gather a chunk makes the
 softmax whole. A rank's gradient of the hidden rows is then its ids' share, added up over the TP
@@ -13,7 +14,7 @@ ranks once, at the end: all-reduced, or reduce-scattered where rows are sequence
 # Shapes: R scored rows (r in a chunk), H hidden size, p this rank's padded ids, v its true ones.
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class Scored:
         weights: float32[R], of its cross-entropy in its term's sum.
         scale: float32[R], of its term in the total.
         term: int64[R], which term scores it.
+        without_mask: bool[R], whether the mask token may be left out of its softmax: the diffusion
+            term's rows.
     """
 
     rows: Tensor
@@ -47,10 +50,11 @@ class Scored:
     weights: Tensor
     scale: Tensor
     term: Tensor
+    without_mask: Tensor
 
     def to(self, device: torch.device) -> "Scored":
         """The same on a device."""
-        columns = (self.rows, self.labels, self.weights, self.scale, self.term)
+        columns = (getattr(self, field.name) for field in fields(self))
         return Scored(*(column.to(device, non_blocking=True) for column in columns))
 
 
@@ -63,12 +67,14 @@ def scored_rows(terms: Sequence[LocalTerm], scales: Sequence[float]) -> Scored:
     """
     rows = [torch.nonzero(term.weights).flatten() for term in terms]
     sizes = torch.tensor([len(r) for r in rows])
+    diffusion = torch.tensor([term.name == "diffusion" for term in terms])
     return Scored(
         rows=torch.cat(rows),
         labels=torch.cat([term.labels[r] for term, r in zip(terms, rows, strict=True)]),
         weights=torch.cat([term.weights[r] for term, r in zip(terms, rows, strict=True)]),
         scale=torch.tensor(scales, dtype=torch.float32).repeat_interleave(sizes),
         term=torch.arange(len(terms)).repeat_interleave(sizes),
+        without_mask=diffusion.repeat_interleave(sizes),
     )
 
 
@@ -87,6 +93,7 @@ class LossHead:
         vocabulary: int,
         group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        excluded_id: int | None = None,
     ) -> None:
         """Set up for one micro-batch.
 
@@ -95,12 +102,14 @@ class LossHead:
             vocabulary: number of true ids.
             group: the ranks that share the output weight (TP); None for one.
             sequence_parallel: each of them has a slice of the hidden states.
+            excluded_id: the mask token's id, which rows `without_mask` leave out; None: none does.
         """
         self.scored = scored
         self.vocabulary = vocabulary
         self.cross_entropy: Tensor | None = None
         self._group = group if group is not None and group.size() > 1 else None
         self._sequence_parallel = sequence_parallel
+        self._excluded_id = excluded_id
 
     def __call__(
         self,
@@ -121,30 +130,56 @@ class LossHead:
         weight = output_weight if output_weight is not None else output_layer.weight
         assert isinstance(weight, Tensor)
         scored = self.scored
+        excluded = None
+        if self._excluded_id is not None:
+            excluded = Excluded(self._excluded_id, scored.without_mask)
         total, self.cross_entropy = weighted_cross_entropy(
-            self._rows(hidden_states),
+            pick_rows(hidden_states, scored.rows, self._group, self._sequence_parallel),
             weight,
             scored.labels,
             scored.weights * scored.scale,
             self.vocabulary,
             group=self._group,
+            excluded=excluded,
         )
         return total
 
-    def _rows(self, hidden_states: Tensor) -> Tensor:
-        """The scored rows [R, H]; their gradient is added up over the TP ranks on its way back."""
-        rows = self.scored.rows
-        if self._group is None:
-            return hidden_states[:, 0].index_select(0, rows)
-        if self._sequence_parallel:
-            whole = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=True, group=self._group
-            )
-            picked: Tensor = whole[:, 0].index_select(0, rows)
-            return picked
-        picked = hidden_states[:, 0].index_select(0, rows)
-        copied: Tensor = copy_to_tensor_model_parallel_region(picked, group=self._group)
-        return copied
+
+def pick_rows(
+    hidden_states: Tensor,
+    rows: Tensor,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+) -> Tensor:
+    """Rows [R, H] of hidden states [S, 1, H], or [S / TP, 1, H] under sequence parallelism.
+
+    Alike on all ranks of `group` (TP, None for one rank), over which their gradient is added up on
+    its way back.
+    """
+    if group is None:
+        return hidden_states[:, 0].index_select(0, rows)
+    if sequence_parallel:
+        whole = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=True, group=group
+        )
+        picked: Tensor = whole[:, 0].index_select(0, rows)
+        return picked
+    picked = hidden_states[:, 0].index_select(0, rows)
+    copied: Tensor = copy_to_tensor_model_parallel_region(picked, group=group)
+    return copied
+
+
+@dataclass(frozen=True, eq=False)
+class Excluded:
+    """An id whose logit is -inf in some rows, none of which it is the label of.
+
+    Attributes:
+        token: the id.
+        rows: bool[R], in which rows.
+    """
+
+    token: int
+    rows: Tensor
 
 
 def weighted_cross_entropy(
@@ -155,6 +190,7 @@ def weighted_cross_entropy(
     vocabulary: int,
     chunk_logits: int = CHUNK_LOGITS,
     group: dist.ProcessGroup | None = None,
+    excluded: Excluded | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum, and what it sums.
 
@@ -164,11 +200,19 @@ def weighted_cross_entropy(
 
     With `group`, rank k of it holds the rows [k p, (k + 1) p) of the weight. Both results are
     whole and alike on all; the gradient of `hidden_RH` is this rank's share, which the caller adds
-    up.
+    up. With `excluded`, the softmax of its rows leaves its id out.
     """
     with_grad = torch.is_grad_enabled()
     total, cross_entropy_R = _WeightedCrossEntropy.apply(
-        hidden_RH, weight_pH, labels_R, weights_R, vocabulary, chunk_logits, group, with_grad
+        hidden_RH,
+        weight_pH,
+        labels_R,
+        weights_R,
+        vocabulary,
+        chunk_logits,
+        group,
+        excluded,
+        with_grad,
     )
     return total, cross_entropy_R
 
@@ -184,6 +228,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         vocabulary: int,
         chunk_logits: int,
         group: dist.ProcessGroup | None,
+        excluded: Excluded | None,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if hidden_RH.dtype == torch.float64 else torch.float32
@@ -199,6 +244,9 @@ class _WeightedCrossEntropy(torch.autograd.Function):
             hidden_rH, labels_r1 = hidden_RH[rows], labels_R[rows, None] - first_id
             factor_r1 = weights_R[rows, None].to(wide)
             logits_rv = (hidden_rH @ weight_vH.mT).to(wide)
+            if excluded is not None and 0 <= excluded.token - first_id < true_ids:
+                column_r = logits_rv[:, excluded.token - first_id]
+                column_r.masked_fill_(excluded.rows[rows], -torch.inf)
             lse_r1 = torch.logsumexp(logits_rv, -1, keepdim=True)
             label_logit_r1, here_r1 = _logit_of_label(logits_rv, labels_r1)
             if group is not None:
@@ -226,7 +274,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_RH, dweight_pH = ctx.saved_tensors
         scale = grads[0]
-        nothing = (None,) * 6
+        nothing = (None,) * 7
         return (
             dhidden_RH * scale.to(dhidden_RH.dtype),
             dweight_pH * scale.to(dweight_pH.dtype),

@@ -25,6 +25,7 @@ from megatron_bp.sequence.plan import SequenceOptions
 from megatron_bp.training.metrics import Metrics, measure
 from megatron_bp.training.nonfinite import NonFinite
 from megatron_bp.training.reader import MicroBatch, StepReader
+from megatron_bp.training.self_conditioning import condition_of, conditioned_input
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,7 @@ class Forward:
     slot_rank: int
 
 
-def run_model(micro: MicroBatch, vocabulary: int, model: torch.nn.Module) -> Forward:
+def run_model(micro: MicroBatch, objective: Objective, model: torch.nn.Module) -> Forward:
     """The model, or the stage of it that `model` is, on this rank's rows of a micro-batch."""
     groups, config = get_attr_wrapped_model(model, "pg_collection"), get_model_config(model)
     device = next(model.parameters()).device
@@ -103,20 +104,20 @@ def run_model(micro: MicroBatch, vocabulary: int, model: torch.nn.Module) -> For
     head = None
     if get_attr_wrapped_model(model, "post_process"):
         scored = scored_rows(batch.terms, micro.scales.scales).to(device)
-        head = LossHead(scored, vocabulary, groups.tp, config.sequence_parallel)
+        excluded = objective.mask_token_id if objective.exclude_mask_logit else None
+        head = LossHead(scored, objective.vocabulary, groups.tp, config.sequence_parallel, excluded)
     uncounted = None
     if config.num_moe_experts is not None:
         uncounted = ~batch.own_rows.to(device)[None]
         if micro.row_scale is not None:  # the schedules ask for it after this forward
             config.moe_grad_scale_func = partial(float, micro.row_scale)
-    output = model(
-        batch.input_ids.to(device)[None],
-        layout.positions[None],
-        None,
-        packed_seq_params=layout,
-        output_processor=head,
-        padding_mask=uncounted,
-    )
+    ids, positions = batch.input_ids.to(device)[None], layout.positions[None]
+    forward = partial(model, ids, positions, None, packed_seq_params=layout, padding_mask=uncounted)
+    embedded = None
+    if objective.self_conditioning > 0:
+        condition = condition_of(micro, objective, batch, int(groups.clean_shard.rank()))
+        embedded = conditioned_input(model, forward, ids, positions, condition, objective)
+    output = forward(decoder_input=embedded, output_processor=head)
     return Forward(output, batch, layout, head, rank)
 
 
@@ -140,7 +141,7 @@ def forward_step(
         next(model.parameters()).device,
         model.training,
     )
-    forward = run_model(micro, settings.objective.vocabulary, model)
+    forward = run_model(micro, settings.objective, model)
     if forward.head is None:
         if settings.metrics is not None:
             settings.metrics.sending(forward.layout.exchange)

@@ -27,6 +27,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "clean_relation": ("block", "token"),
     "own_relation": ("bidirectional", "causal"),
     "untie_embeddings_and_output_weights": (False, True),
+    "self_conditioning_width": (32, 16),
     **dict.fromkeys(MODEL, (1, 2)),
 }
 OTHER = {"load": None, "pretrained_checkpoint": None, "finetune": False, "rank": 0}

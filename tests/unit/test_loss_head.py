@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_bp.batch.shard import LocalTerm
-from megatron_bp.model.output import LossHead, Scored, scored_rows, weighted_cross_entropy
+from megatron_bp.model.output import (
+    Excluded,
+    LossHead,
+    Scored,
+    scored_rows,
+    weighted_cross_entropy,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, HIDDEN, ROWS = 300, 16, 11
@@ -162,6 +168,63 @@ def test_the_cross_entropy_of_each_row_is_the_oracles(rows_a_chunk: int) -> None
     )
     want = oracle.cross_entropy(hidden @ weight.T, labels, VOCABULARY)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("token", [0, 7, VOCABULARY - 1])
+@pytest.mark.parametrize("rows_a_chunk", [1, 3, ROWS])
+def test_an_excluded_id_takes_no_part_in_its_rows(token: int, rows_a_chunk: int) -> None:
+    hidden, weight, labels, weights = inputs(padded=384)
+    labels[labels == token] = 1
+    out = torch.tensor([row % 3 != 0 for row in range(ROWS)])
+    labels[0] = token  # of a row that keeps it
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    loss, ce = weighted_cross_entropy(
+        *leaves,
+        labels,
+        weights,
+        VOCABULARY,
+        VOCABULARY * rows_a_chunk,
+        excluded=Excluded(token, out),
+    )
+    wanted = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    logits = wanted[0] @ wanted[1].T
+    want = torch.empty_like(ce)
+    want[out] = oracle.cross_entropy(logits[out], labels[out], VOCABULARY, [token])
+    want[~out] = oracle.cross_entropy(logits[~out], labels[~out], VOCABULARY)
+    torch.testing.assert_close(ce, want.detach(), rtol=1e-9, atol=1e-9)
+    truth = grads((weights.double() * want).sum(), *wanted)
+    for got, right in zip(grads(loss, *leaves), truth, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)
+
+
+def test_an_excluded_id_gets_no_gradient_of_its_rows() -> None:
+    hidden, weight, labels, weights = inputs()
+    leaf, every = weight.requires_grad_(), torch.ones(ROWS, dtype=torch.bool)
+    labels[labels == 5] = 1
+    loss, _ = weighted_cross_entropy(
+        hidden, leaf, labels, weights, VOCABULARY, excluded=Excluded(5, every)
+    )
+    (gradient,) = grads(loss, leaf)
+    assert not gradient[5].any()
+    assert gradient[4].any()
+
+
+@pytest.mark.parametrize("excluded_id", [None, 7])
+def test_rows_of_the_diffusion_term_leave_the_mask_token_out(excluded_id: int | None) -> None:
+    hidden, weight, labels, _ = inputs()
+    labels[labels == 7] = 1
+    one, two = torch.zeros(2, ROWS).unbind()
+    one[[1, 3]], two[[0, 1]] = 1.0, 1.0
+    scored = scored_rows([term(labels, one), term(labels, two, "ar")], [1.0, 1.0])
+    assert scored.without_mask.tolist() == [True, True, False, False]
+    head = LossHead(scored, VOCABULARY, excluded_id=excluded_id)
+    head(hidden_states=hidden[:, None], output_layer=torch.nn.Identity(), output_weight=weight)
+    out = [] if excluded_id is None else [excluded_id]
+    logits = hidden @ weight.T
+    first = oracle.cross_entropy(logits[[1, 3]], labels[[1, 3]], VOCABULARY, out)
+    second = oracle.cross_entropy(logits[[0, 1]], labels[[0, 1]], VOCABULARY)
+    assert head.cross_entropy is not None
+    torch.testing.assert_close(head.cross_entropy, torch.cat([first, second]))
 
 
 @pytest.mark.parametrize("tied", [False, True])

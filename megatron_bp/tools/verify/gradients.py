@@ -22,6 +22,21 @@ def save_weights(model: Sequence[Any], folder: Path) -> None:
     _save({f"chunk{i}": _sharded(chunk) for i, chunk in enumerate(_unwrapped(model))}, folder)
 
 
+def fill_zeros(model: Sequence[Any], optimizer: Any) -> None:
+    """Give matrices that start as zeros values, the same on all ranks.
+
+    Behind zeros (self-conditioning's last matrix) all gradients vanish: nothing could be compared.
+    """
+    with torch.no_grad():
+        for chunk in _unwrapped(model):
+            for name, parameter in chunk.named_parameters():
+                if parameter.dim() == 2 and not parameter.any():
+                    generator = torch.Generator().manual_seed(sum(name.encode()))
+                    values = torch.randn(parameter.shape, generator=generator) * 0.02
+                    parameter.copy_(values)
+    optimizer.reload_model_params()
+
+
 def load_weights(model: Sequence[Any], optimizer: Any, folder: Path) -> None:
     """Read what `save_weights` wrote, under any topology. Collective."""
     checkpoints = importlib.import_module("megatron.core.dist_checkpointing")

@@ -42,6 +42,7 @@ class _Watch:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             model, optimizer, scheduler = original(*args, **kwargs)
             if self._order.make:
+                gradients.fill_zeros(model, optimizer)
                 gradients.save_weights(model, Path(self._order.weights))
             else:
                 gradients.load_weights(model, optimizer, Path(self._order.weights))

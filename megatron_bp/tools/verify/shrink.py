@@ -98,6 +98,7 @@ def _width(values: Values, tp: int) -> Values:
     return small | {
         "hidden_size": hidden,
         "kv_channels": HEAD,
+        "self_conditioning_width": None,
         "ffn_hidden_size": _multiple(hidden + 32, [tp]),
     }
 
