@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from megatron_bp import arguments
     from megatron_bp.batch.dataset import build_datasets
-    from megatron_bp.training import saving
+    from megatron_bp.training import ar, saving
     from megatron_bp.training.host import prepare_megatron
     from megatron_bp.training.metrics import Metrics
     from megatron_bp.training.record import Recorder
@@ -35,8 +35,14 @@ def main(argv: list[str] | None = None) -> None:
     metrics = Metrics()
     nonfinite = arguments.nonfinite(args)
     nonfinite.install()
-    settings = arguments.settings(args, metrics, nonfinite)
-    path, bound = arguments.metrics_path(args), settings.objective.is_bound
+    step: Any
+    if args.objective == "ar":
+        step = partial(ar.forward_step, arguments.ar_settings(args, metrics, nonfinite))
+        bound = False
+    else:
+        settings = arguments.settings(args, metrics, nonfinite)
+        step, bound = partial(forward_step, settings), settings.objective.is_bound
+    path = arguments.metrics_path(args)
     whole = args.eval_iters * args.eval_global_batch_size if args.eval_iters else None
     Recorder(metrics, path, bound, args.eval_draws, whole, arguments.auxiliary(args)).install(
         partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
@@ -61,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
             pretrain_cfg_container_from_args(args, arguments.model_config(args)),
             datasets,
             ModelType.encoder_or_decoder,
-            partial(forward_step, settings),
+            step,
         )
 
 

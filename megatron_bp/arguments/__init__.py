@@ -4,6 +4,7 @@ Stands outside the order of the folders: it imports them, none imports it.
 """
 
 from megatron_bp.arguments.build import (
+    ar_settings,
     auxiliary,
     dataset_config,
     evaluation_samples,
@@ -23,6 +24,7 @@ __all__ = [
     "ContractError",
     "RefusedError",
     "VersionError",
+    "ar_settings",
     "auxiliary",
     "dataset_config",
     "evaluation_samples",

@@ -180,12 +180,13 @@ def _check_vocabulary(args: Namespace) -> None:
             special = getattr(tokenizer, name, None)
         except (AttributeError, NotImplementedError):
             continue
-        if special == args.mask_token_id:
+        if special is not None and special == args.mask_token_id:
             raise RefusedError(
                 f"--mask-token-id {args.mask_token_id} is the tokenizer's {name} id: the model "
                 f"could not tell noise from text; choose an id of its own"
             )
-    settings(args)  # the objective checks the rest
+    if args.objective != "ar":
+        settings(args)  # the objective checks the rest
 
 
 def fail(message: str, error: Exception) -> NoReturn:

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Collection
 
 from megatron_bp import cpu
+from megatron_bp.arguments.ar import refuse_ar
 from megatron_bp.arguments.data_paths import data_prefixes, missing_files
 from megatron_bp.arguments.degrees import refuse_degrees
 from megatron_bp.arguments.flags import full_parser
@@ -31,6 +32,8 @@ def refuse(args: Namespace, given: Collection[str] = ()) -> None:
     for message in out_of_range(args, full_parser()):
         no(message)
     refuse_degrees(args, given)
+    if args.objective == "ar":
+        refuse_ar(args, given)
     _model(args)
     _training(args)
     _data(args)
@@ -182,7 +185,7 @@ def _training(args: Namespace) -> None:
 def _data(args: Namespace) -> None:
     if args.diffusion_block_size < 1:
         no(f"--diffusion-block-size {args.diffusion_block_size}: must be at least 1")
-    if args.mask_token_id is None:
+    if args.mask_token_id is None and args.objective != "ar":
         no(
             "--mask-token-id is not set: corrupted tokens become this id; give the id of the "
             "tokenizer's mask token, an id that no text holds"
