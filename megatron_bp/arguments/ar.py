@@ -1,4 +1,4 @@
-"""What of the flags has no meaning in autoregressive mode (--objective ar), and is refused there."""
+"""What has no meaning in autoregressive mode (--objective ar), and is refused there."""
 
 import argparse
 from argparse import Namespace

@@ -5,14 +5,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.training.models.gpt import GPTModelConfig
 
+from megatron_bp.arguments.new_run import NewRun
 from megatron_bp.diffusion.objective import Objective
 from megatron_bp.model.config import BDLMModelConfig
 from megatron_bp.model.moe import BALANCE_LOSSES, Z_LOSS
+from megatron_bp.model.reference import reference_model
 from megatron_bp.sequence.plan import SequenceOptions
 from megatron_bp.training.ar import ArSettings
 from megatron_bp.training.auxiliary import Auxiliary
+from megatron_bp.training.conversion import Conversion
 from megatron_bp.training.metrics import Metrics
 from megatron_bp.training.nonfinite import NonFinite
 from megatron_bp.training.step import StepSettings
@@ -90,6 +94,19 @@ def model_config(args: Namespace) -> GPTModelConfig:
     config.block_parallel_size = args.block_parallel_size
     config.clean_shard_size = args.bdlm_clean_shard_size
     return config
+
+
+def conversion(args: Namespace, run: NewRun | None, settings: StepSettings) -> Conversion | None:
+    """The check that a new run makes before it trains; None for none."""
+    if run is None or not run.converts or args.check_conversion == "off" or args.skip_train:
+        return None
+
+    def reference(wide: bool) -> list[Any]:
+        own = {"bf16": False, "params_dtype": torch.float32} if wide else {}
+        config = model_config(Namespace(**vars(run.trained_with) | own))
+        return list(reference_model(config, run.folder))
+
+    return Conversion(settings, run.ids.old, reference, run.changed)
 
 
 def nonfinite(args: Namespace) -> NonFinite:

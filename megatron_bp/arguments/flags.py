@@ -4,6 +4,7 @@ import argparse
 import functools
 from typing import NoReturn
 
+from megatron_bp.arguments.new_run import add_new_run_flags
 from megatron_bp.arguments.objective_flags import add_objective_flags
 
 USAGE = "pretrain_bdlm.py [CONFIG.yaml] [--any-megatron-or-bdlm-flag VALUE ...]"
@@ -43,6 +44,7 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         help="Attention kernel. auto is tiled, in pure PyTorch.",
     )
     add_objective_flags(group)
+    add_new_run_flags(group)
     add(
         "--eval-draws",
         type=int,

@@ -80,9 +80,7 @@ def make_batch(samples: Sequence[Sample], multiple: int = 1) -> ArBatch:
 
     def rows(name: str, filling: int) -> NDArray[Any]:
         columns = [getattr(sample, name) for sample in samples]
-        return np.stack(
-            [np.pad(c, (0, length - len(c)), constant_values=filling) for c in columns]
-        )
+        return np.stack([np.pad(c, (0, length - len(c)), constant_values=filling) for c in columns])
 
     tokens, document = rows("tokens", 0).astype(np.int64), rows("document", -1)
     last = np.zeros((len(samples), 1), dtype=np.bool_)
