@@ -11,8 +11,9 @@ vocabulary, padding ids included, as in all of Megatron's own training.
 
 # Shapes: B rows of a micro-batch, T tokens a row, padded to a multiple of TP if it has to be.
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,23 @@ from megatron_bp.training.nonfinite import NonFinite
 from megatron_bp.training.step import loss_function
 
 
+class _Rows:
+    """Hands out the rows of a micro-batch: one at a time in an evaluation, where each counts."""
+
+    def __init__(self) -> None:
+        # By identity, with the iterator so that it stays itself; a run has a handful.
+        self._waiting: dict[int, tuple[Any, deque[Sample]]] = {}
+
+    def take(self, iterator: Iterator[dict[str, Tensor]], training: bool) -> list[Sample]:
+        """The next rows; Megatron's loader reads as many at once as a training step's batch has."""
+        if training:
+            return samples_of(next(iterator))
+        _, waiting = self._waiting.setdefault(id(iterator), (iterator, deque()))
+        if not waiting:
+            waiting.extend(samples_of(next(iterator)))
+        return [waiting.popleft()]
+
+
 @dataclass(frozen=True, eq=False)
 class ArSettings:
     """What a step needs beyond Megatron's arguments.
@@ -48,6 +66,7 @@ class ArSettings:
     multiple: int = 1
     metrics: Metrics | None = None
     nonfinite: NonFinite | None = None
+    rows: _Rows = field(default_factory=_Rows, init=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +141,7 @@ def forward_step(
     """Megatron's forward step (with `settings` bound): the output and the function of its loss."""
     if settings.metrics is not None:
         settings.metrics.begin()
-    samples = samples_of(next(data_iterator))
+    samples = settings.rows.take(data_iterator, model.training)
     if settings.packed:
         samples = [join(samples)]
     batch = make_batch(samples, settings.multiple)

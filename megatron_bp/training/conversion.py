@@ -180,8 +180,8 @@ class Conversion:
                 f"set otherwise than in the checkpoint: {self._changed}"
                 if self._changed
                 else (
-                    "rotary (base, scaling, interleaved), norm and its epsilon, qk layernorm, window, "
-                    "or a tokenizer whose ids are others; or weights that were not loaded"
+                    "rotary (base, scaling, interleaved), norm and its epsilon, qk layernorm, "
+                    "window, or a tokenizer whose ids are others; or weights that were not loaded"
                 )
             )
             raise ConversionError(
