@@ -16,7 +16,7 @@ from megatron_bp.arguments.build import (
 )
 from megatron_bp.arguments.config_file import ConfigError
 from megatron_bp.arguments.contract import ContractError
-from megatron_bp.arguments.new_run import NewRunError, new_run
+from megatron_bp.arguments.from_checkpoint import NewRunError, new_run
 from megatron_bp.arguments.parse import fail, parse, resolve
 from megatron_bp.arguments.refused import RefusedError
 from megatron_bp.arguments.versions import VersionError

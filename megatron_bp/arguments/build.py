@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_bp.arguments.new_run import NewRun
+from megatron_bp.arguments.from_checkpoint import NewRun
 from megatron_bp.diffusion.objective import Objective
 from megatron_bp.model.config import BDLMModelConfig
 from megatron_bp.model.moe import BALANCE_LOSSES, Z_LOSS

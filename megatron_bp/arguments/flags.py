@@ -4,7 +4,7 @@ import argparse
 import functools
 from typing import NoReturn
 
-from megatron_bp.arguments.new_run import add_new_run_flags
+from megatron_bp.arguments.from_checkpoint import add_new_run_flags
 from megatron_bp.arguments.objective_flags import add_objective_flags
 
 USAGE = "pretrain_bdlm.py [CONFIG.yaml] [--any-megatron-or-bdlm-flag VALUE ...]"

@@ -20,7 +20,7 @@ from megatron_bp.arguments.contract import check_contract
 from megatron_bp.arguments.data_paths import data_prefixes
 from megatron_bp.arguments.degrees import refuse_world
 from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
-from megatron_bp.arguments.new_run import new_run
+from megatron_bp.arguments.from_checkpoint import new_run
 from megatron_bp.arguments.presets import PRESETS
 from megatron_bp.arguments.refused import RefusedError
 from megatron_bp.arguments.reshape import check_reshape
