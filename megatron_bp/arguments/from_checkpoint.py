@@ -97,13 +97,21 @@ def new_run(args: Namespace) -> NewRun | None:
     Raises:
         NewRunError: with the value, the rule and the way out.
     """
-    folder = newest_checkpoint(args.load, getattr(args, "ckpt_step", None))
-    if folder is not None and not args.finetune:
-        return None
-    folder = folder or newest_checkpoint(args.pretrained_checkpoint, None)
+    step = getattr(args, "ckpt_step", None)
+    folder = newest_checkpoint(args.load, step)
+    goes_on = folder is not None and not args.finetune
+    folder = folder or newest_checkpoint(args.pretrained_checkpoint, step)
     if folder is None:
         return None
     saved = saved_arguments(folder)
+    if goes_on:
+        if not hasattr(saved, "bdlm_vocabulary"):
+            raise NewRunError(
+                f"{folder} was not trained by this project, so there is no run to go on with: "
+                f"start a new one from its weights with --finetune, or name it with "
+                f"--pretrained-checkpoint"
+            )
+        return None
     if found := differences(saved, args, SHAPES):
         raise NewRunError(
             f"{folder} holds the weights of another model: {told(found)}. A new run needs them as "

@@ -87,6 +87,7 @@ def plain_causal(weights: dict[str, Tensor], tokens: Tensor, tied: bool) -> Tens
         (2, [PP, "2"], "untied"),
         (4, [TP, "2", BP, "2", "--sequence-parallel"], "untied"),
         (4, [PP, "2", BP, "2"], "tied"),
+        (2, [SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"], "tied"),
     ],
     ids=lambda value: "".join(value) if isinstance(value, list) else str(value),
 )

@@ -21,6 +21,7 @@ SAVED = {
 ARGS = {
     **SAVED,
     "load": None,
+    "ckpt_step": None,
     "pretrained_checkpoint": "somewhere",
     "finetune": False,
     "objective": "block_diffusion",
@@ -124,6 +125,7 @@ def test_a_checkpoint_of_another_project(monkeypatch: pytest.MonkeyPatch) -> Non
         (SAVED, {"num_layers": 3}, "another model: --num-layers was 2, is 3"),
         (SAVED, {"load_main_params_from_ckpt": True}, "would overwrite the rows of added ids"),
         ({}, {}, "does not tell how many true ids"),
+        ({}, {"load": "somewhere"}, "was not trained by this project, so there is no run to go on"),
     ],
 )
 def test_refusals(
