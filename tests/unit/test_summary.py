@@ -43,9 +43,8 @@ def test_several_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture
         (tmp_path / name / "metrics.jsonl").write_text(text)
     runs = [str(tmp_path / "a"), str(tmp_path / "b")]
     main([*runs, "--data", str(tmp_path / "data"), "--bounds"])
+    told = (("a", "3.000"), ("b", "2.000"))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines == [["a,", "step", "7", "3.000", "bits/byte"]] + [
-        ["b,", "step", "7", "2.000", "bits/byte"]
-    ]
+    assert lines == [[f"{run},", "step", "7", bound, "bits/byte"] for run, bound in told]
     with pytest.raises(SystemExit, match="2"):
         main([*runs, "--data", str(tmp_path / "data")])
