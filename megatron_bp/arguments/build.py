@@ -98,7 +98,11 @@ def model_config(args: Namespace) -> GPTModelConfig:
 
 def conversion(args: Namespace, run: NewRun | None, settings: StepSettings) -> Conversion | None:
     """The check that a new run makes before it trains; None for none."""
-    if run is None or not run.converts or args.check_conversion == "off" or args.skip_train:
+    if run is None or not run.converts or args.skip_train:
+        return None
+    if args.check_conversion == "off":
+        if args.rank == 0:
+            print("megatron_bp: the conversion is not checked (--check-conversion off)", flush=True)
         return None
 
     def reference(wide: bool) -> list[Any]:

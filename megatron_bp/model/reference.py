@@ -55,6 +55,6 @@ def forget(chunks: list[GPTModel]) -> None:
     """Free the reference's memory; the caller drops its own list."""
     for chunk in chunks:
         for parameter in chunk.parameters():
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+            parameter.data = parameter.data.new_empty(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
