@@ -24,7 +24,8 @@ def main(argv: list[str] | None = None) -> None:
     from megatron_bp import arguments
     from megatron_bp.batch.chat_report import chat_report
     from megatron_bp.batch.dataset import build_datasets
-    from megatron_bp.training import saving
+    from megatron_bp.training import ar, saving, start
+    from megatron_bp.training.conversion import ConversionError
     from megatron_bp.training.host import prepare_megatron
     from megatron_bp.training.metrics import Metrics
     from megatron_bp.training.record import Recorder
@@ -36,8 +37,18 @@ def main(argv: list[str] | None = None) -> None:
     metrics = Metrics()
     nonfinite = arguments.nonfinite(args)
     nonfinite.install()
-    settings = arguments.settings(args, metrics, nonfinite)
-    path, bound = arguments.metrics_path(args), settings.objective.is_bound
+    run, check = arguments.new_run(args), None
+    step: Any
+    if args.objective == "ar":
+        step = partial(ar.forward_step, arguments.ar_settings(args, metrics, nonfinite))
+        bound = False
+    else:
+        settings = arguments.settings(args, metrics, nonfinite)
+        step, bound = partial(forward_step, settings), settings.objective.is_bound
+        check = arguments.conversion(args, run, settings)
+    if run is not None:
+        start.install(run.ids, check)
+    path = arguments.metrics_path(args)
     whole = args.eval_iters * args.eval_global_batch_size if args.eval_iters else None
     Recorder(metrics, path, bound, args.eval_draws, whole, arguments.auxiliary(args)).install(
         partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
@@ -58,16 +69,21 @@ def main(argv: list[str] | None = None) -> None:
         if args.chats and args.rank == 0 and not vp_stage:
             for line in chat_report(built, args.print_samples, get_tokenizer().detokenize):
                 print(line, flush=True)
+        if check is not None:
+            check.offer(built[0])
         return built
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own
     with saving.errors_told(args):
-        pretrain(
-            pretrain_cfg_container_from_args(args, arguments.model_config(args)),
-            datasets,
-            ModelType.encoder_or_decoder,
-            partial(forward_step, settings),
-        )
+        try:
+            pretrain(
+                pretrain_cfg_container_from_args(args, arguments.model_config(args)),
+                datasets,
+                ModelType.encoder_or_decoder,
+                step,
+            )
+        except ConversionError as error:
+            arguments.fail(str(error), error)
 
 
 if __name__ == "__main__":

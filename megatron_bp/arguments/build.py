@@ -5,12 +5,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.training.models.gpt import GPTModelConfig
+
 from megatron_bp.arguments.chats import chat_policy
+from megatron_bp.arguments.from_checkpoint import NewRun
 from megatron_bp.diffusion.objective import Objective
 from megatron_bp.model.config import BDLMModelConfig
 from megatron_bp.model.moe import BALANCE_LOSSES, Z_LOSS
+from megatron_bp.model.reference import reference_model
 from megatron_bp.sequence.plan import SequenceOptions
+from megatron_bp.training.ar import ArSettings
 from megatron_bp.training.auxiliary import Auxiliary
+from megatron_bp.training.conversion import Conversion
 from megatron_bp.training.metrics import Metrics
 from megatron_bp.training.nonfinite import NonFinite
 from megatron_bp.training.step import StepSettings
@@ -63,10 +70,27 @@ def settings(
     )
 
 
-def model_config(args: Namespace) -> BDLMModelConfig:
-    """The model's config, from Megatron's validated arguments."""
+def ar_settings(
+    args: Namespace, metrics: Metrics | None = None, nonfinite: NonFinite | None = None
+) -> ArSettings:
+    """What a training step of the autoregressive mode needs."""
+    return ArSettings(
+        packed=args.transformer_impl == "transformer_engine",
+        multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        metrics=metrics,
+        nonfinite=nonfinite,
+    )
+
+
+def model_config(args: Namespace) -> GPTModelConfig:
+    """The model's config, from Megatron's validated arguments; in mode "ar" Megatron's own."""
     from megatron.training.argument_utils import gpt_config_from_args
 
+    if args.objective == "ar":
+        plain: GPTModelConfig = gpt_config_from_args(args)
+        # The parser has no flag for it, and rows are as long as they are.
+        plain.transformer.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+        return plain
     config: BDLMModelConfig = gpt_config_from_args(args, model_config_cls=BDLMModelConfig)
     config.block_parallel_size = args.block_parallel_size
     config.clean_shard_size = args.bdlm_clean_shard_size
@@ -76,6 +100,23 @@ def model_config(args: Namespace) -> BDLMModelConfig:
     return config
 
 
+def conversion(args: Namespace, run: NewRun | None, settings: StepSettings) -> Conversion | None:
+    """The check that a new run makes before it trains; None for none."""
+    if run is None or not run.converts or args.skip_train:
+        return None
+    if args.check_conversion == "off":
+        if args.rank == 0:
+            print("megatron_bp: the conversion is not checked (--check-conversion off)", flush=True)
+        return None
+
+    def reference(wide: bool) -> list[Any]:
+        own = {"bf16": False, "params_dtype": torch.float32} if wide else {}
+        config = model_config(Namespace(**vars(run.trained_with) | own))
+        return list(reference_model(config, run.folder))
+
+    return Conversion(settings, run.ids.old, reference, run.changed)
+
+
 def nonfinite(args: Namespace) -> NonFinite:
     """The watch over losses; its files go to the --save folder."""
     folder = Path(args.save) if args.save else None
@@ -83,8 +124,8 @@ def nonfinite(args: Namespace) -> NonFinite:
 
 
 def auxiliary(args: Namespace) -> Auxiliary | None:
-    """The auxiliary losses to be reported; None without experts."""
-    if args.num_experts is None:
+    """The auxiliary losses to be reported; None without experts, or where they are Megatron's."""
+    if args.num_experts is None or args.objective == "ar":
         return None
     types, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
     if not isinstance(types, list):

@@ -124,25 +124,26 @@ def check_contract(args: Namespace) -> None:
     changed = differences(saved, args, (*TOLD, *(OF_CHATS if ordered else ())))
     if changed and args.rank == 0 and goes_on and not args.finetune:
         print(
-            f"megatron_bp: goes on from {folder} with {_told(changed)}: the data, their order, "
+            f"megatron_bp: goes on from {folder} with {told(changed)}: the data, their order, "
             f"noise or the rows of evaluations are others from here on",
             flush=True,
         )
     found = differences(saved, args)
     if not found:
         return
-    told = _told(found)
+    text = told(found)
     if args.finetune or not goes_on:
         if args.rank == 0:
-            print(f"megatron_bp: a new run from {folder}: {told}", flush=True)
+            print(f"megatron_bp: a new run from {folder}: {text}", flush=True)
         return
     raise ContractError(
-        f"{folder} was trained with another contract: {told}. Set them as they were to go on, or "
+        f"{folder} was trained with another contract: {text}. Set them as they were to go on, or "
         f"start a new run from its weights with --finetune"
     )
 
 
-def _told(found: list[tuple[str, Any, Any]]) -> str:
+def told(found: list[tuple[str, Any, Any]]) -> str:
+    """The differences in words."""
     return "; ".join(
         f"{SHOWN.get(name, '--' + name.replace('_', '-'))} was {old}, is {new}"
         for name, old, new in found

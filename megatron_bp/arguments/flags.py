@@ -5,6 +5,7 @@ import functools
 from typing import NoReturn
 
 from megatron_bp.arguments.chats import add_chat_flags
+from megatron_bp.arguments.from_checkpoint import add_new_run_flags
 from megatron_bp.arguments.objective_flags import add_objective_flags
 
 USAGE = "pretrain_bdlm.py [CONFIG.yaml] [--any-megatron-or-bdlm-flag VALUE ...]"
@@ -45,6 +46,7 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
     )
     add_objective_flags(group)
     add_chat_flags(group)
+    add_new_run_flags(group)
     add(
         "--eval-draws",
         type=int,

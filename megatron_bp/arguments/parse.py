@@ -21,6 +21,7 @@ from megatron_bp.arguments.contract import check_contract
 from megatron_bp.arguments.data_paths import data_prefixes
 from megatron_bp.arguments.degrees import refuse_world
 from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
+from megatron_bp.arguments.from_checkpoint import new_run
 from megatron_bp.arguments.presets import PRESETS
 from megatron_bp.arguments.refused import RefusedError
 from megatron_bp.arguments.reshape import check_reshape
@@ -92,6 +93,7 @@ def parse(argv: list[str]) -> Namespace:
         check_conditioning(args)
         check_contract(args)
         check_reshape(args)
+        new_run(args)
         resolved = describe(args, argv)
         if args.print_config:
             if args.rank == 0:
@@ -185,12 +187,13 @@ def _check_vocabulary(args: Namespace) -> None:
             special = getattr(tokenizer, name, None)
         except (AttributeError, NotImplementedError):
             continue
-        if special == args.mask_token_id:
+        if special is not None and special == args.mask_token_id:
             raise RefusedError(
                 f"--mask-token-id {args.mask_token_id} is the tokenizer's {name} id: the model "
                 f"could not tell noise from text; choose an id of its own"
             )
-    settings(args)  # the objective checks the rest
+    if args.objective != "ar":
+        settings(args)  # the objective checks the rest
 
 
 def fail(message: str, error: Exception) -> NoReturn:

@@ -55,6 +55,8 @@ def derived(args: Namespace) -> dict[str, Any]:
 
     Of a rank: those of the rank that has most. They are counted in the plan of one full document.
     """
+    if args.objective == "ar":
+        return _derived_ar(args)
     bp, cp = args.block_parallel_size, args.bdlm_clean_shard_size
     slot, length = max(bp, cp), args.bdlm_seq_length
     text = Document(np.zeros(length, np.int32), np.ones(length, np.bool_), 0)
@@ -104,6 +106,22 @@ def _first_pass(args: Namespace, sent: int) -> dict[str, Any]:
     return {
         "self_conditioning_parameters": (3 * args.self_conditioning_width + 1) * args.hidden_size,
         "exchanged_bytes_of_a_first_pass_per_rank": sent,
+    }
+
+
+def _derived_ar(args: Namespace) -> dict[str, Any]:
+    """What follows in the autoregressive mode."""
+    return {
+        "mode": "autoregressive, Megatron's own model",
+        "tensor_parallel_size": args.tensor_model_parallel_size,
+        "pipeline_stages": args.pipeline_model_parallel_size,
+        "data_parallel_size": args.data_parallel_size,
+        "micro_batches_per_step": args.global_batch_size
+        // (args.data_parallel_size * args.micro_batch_size),
+        "clean_tokens_per_step": args.global_batch_size * args.bdlm_seq_length,
+        "true_vocabulary": args.bdlm_vocabulary,
+        "padded_vocabulary": args.padded_vocab_size,
+        "loss_divisor": "supervised next tokens of the whole step",
     }
 
 

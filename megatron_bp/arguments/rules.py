@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Collection
 
 from megatron_bp import cpu
+from megatron_bp.arguments.ar import refuse_ar
 from megatron_bp.arguments.chats import refuse_chats
 from megatron_bp.arguments.data_paths import data_prefixes, missing_files
 from megatron_bp.arguments.degrees import refuse_degrees
@@ -35,6 +36,8 @@ def refuse(args: Namespace, given: Collection[str] = ()) -> None:
     refuse_degrees(args, given)
     if (reason := conditioning_refusal(args)) is not None:
         no(reason)
+    if args.objective == "ar":
+        refuse_ar(args, given)
     _model(args)
     _training(args)
     _data(args, given)
@@ -186,7 +189,7 @@ def _training(args: Namespace) -> None:
 def _data(args: Namespace, given: Collection[str]) -> None:
     if args.diffusion_block_size < 1:
         no(f"--diffusion-block-size {args.diffusion_block_size}: must be at least 1")
-    if args.mask_token_id is None:
+    if args.mask_token_id is None and args.objective != "ar":
         no(
             "--mask-token-id is not set: corrupted tokens become this id; give the id of the "
             "tokenizer's mask token, an id that no text holds"

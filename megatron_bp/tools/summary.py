@@ -1,6 +1,7 @@
 """A run in a few lines: its bounds against the data's unigram entropy, its speed and its traffic.
 
-`python -m megatron_bp.tools.summary RUN --data PREFIX` reads RUN/metrics.jsonl and PREFIX.json.
+`python -m megatron_bp.tools.summary RUN --data PREFIX` reads RUN/metrics.jsonl and PREFIX.json;
+with --bounds it tells every evaluation of one or several runs, to be laid side by side.
 """
 
 import argparse
@@ -59,22 +60,57 @@ def summarize(rows: list[dict[str, Any]], data: dict[str, Any]) -> list[tuple[st
     ]
 
 
+def bounds(name: str, rows: list[dict[str, Any]], per_byte: float) -> list[tuple[str, str]]:
+    """(run and step, bound with its standard error) of each step that was evaluated.
+
+    Args:
+        name: of the run.
+        rows: its metrics.
+        per_byte: tokens a byte of the data, for bounds that are of tokens alone.
+
+    Raises:
+        ValueError: the run has no validation bound.
+    """
+    found = {
+        r["iteration"]: r for r in rows if r["kind"] == "validation" and "bound_bits_per_token" in r
+    }
+    if not found:
+        raise ValueError(f"{name} has no validation bound: see --eval-interval and --eval-iters")
+    lines = []
+    for step, row in sorted(found.items()):
+        unit = "byte" if "bound_bits_per_byte" in row else "token"
+        factor = 1.0 if unit == "byte" else per_byte
+        bound, error = row[f"bound_bits_per_{unit}"], row[f"bound_bits_per_{unit}_error"]
+        spread = "" if error is None else f" +- {error * factor:.3f}"
+        lines.append((f"{name}, step {step}", f"{bound * factor:.3f}{spread} bits/byte"))
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table; exit with 1 if the last bound is above --at-most x the entropy."""
     parser = argparse.ArgumentParser("python -m megatron_bp.tools.summary", description=__doc__)
-    parser.add_argument("run", type=Path, help="folder of the run (its --save)")
+    parser.add_argument("run", type=Path, nargs="+", help="folder of a run (its --save)")
     parser.add_argument("--data", required=True, metavar="PREFIX", help="prefix of the data")
     parser.add_argument("--at-most", type=float, metavar="X", help="fail if the ratio is larger")
+    parser.add_argument("--bounds", action="store_true", help="every evaluation of each run")
     options = parser.parse_args(argv)
+    if len(options.run) > 1 and not options.bounds:
+        parser.error("several runs are laid side by side with --bounds; else give one")
     try:
-        rows = read_metrics(options.run / "metrics.jsonl")
         data = json.loads(Path(f"{options.data}.json").read_text(encoding="utf-8"))
-        table = summarize(rows, data)
+        runs = [(run.name, read_metrics(run / "metrics.jsonl")) for run in options.run]
+        if options.bounds:
+            per_byte = data["tokens"] / data["bytes"]
+            table = [line for name, rows in runs for line in bounds(name, rows, per_byte)]
+        else:
+            table = summarize(runs[0][1], data)
     except (OSError, ValueError) as error:
         sys.exit(f"summary: error: {error}")
     width = max(len(name) for name, _ in table)
     for name, value in table:
         print(f"  {name:<{width}}  {value:>18}")
+    if options.bounds:
+        return
     ratio = float(dict(table)["last bound / unigram entropy"])
     if options.at_most is not None and ratio > options.at_most:
         sys.exit(f"summary: the ratio {ratio} is above {options.at_most}: the model did not learn")

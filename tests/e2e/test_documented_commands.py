@@ -17,8 +17,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/running.md", "docs/testing.md", "docs/verify.md")
+PAGES += ("docs/conversion.md",)
 NOT_RUN = {
     "scripts/quickstart.sh": "takes minutes; its steps are those that run here",
+    "scripts/quickstart_conversion.sh": "takes minutes; its steps are those that run here",
     "scripts/test.sh": "is what runs this",
     "srun": "needs SLURM",
     "--nproc-per-node 16": "needs 16 ranks; tests/e2e/test_topologies.py runs such layouts on 4",
@@ -114,6 +116,28 @@ def test_launch_line_of_running(tmp_path: Path) -> None:
     launch = find("docs/running.md", "configs/quickstart.yaml")
     run(f"{launch} {SMALL} --data-path {data}", ("runs/a", str(tmp_path / "run")))
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+
+
+def test_conversion_from_its_page(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for i in range(40):
+        (tree / f"{i}.txt").write_text(f"number {i} follows number {i - 1}\n" * 8)
+    data, before = str(tmp_path / "data"), str(tmp_path / "ar")
+    run(find("README.md", "tools.prepare"), ("TREE", str(tree)), ("data/mine", data))
+    train = find("docs/conversion.md", "configs/conversion_ar.yaml")
+    assert "validation at iteration 3" in run(
+        f"{train} {SMALL} --data-path {data}", ("runs/ar", before)
+    )
+    names = [("runs/ar", before), ("runs/converted", str(tmp_path / "converted"))]
+    convert = find("docs/conversion.md", "configs/conversion.yaml")
+    told = run(f"{convert} {SMALL} --data-path {data}", *names)
+    assert "id 257 of embedding and output layer become the mean" in told
+    assert "conversion checked: logits of" in told
+    summary = find("docs/conversion.md", "tools.summary")
+    alone = summary.replace("runs/scratch", "")
+    lines = run(alone, names[1], ("data/mine", data)).splitlines()
+    assert [line.split("  ")[1] for line in lines] == ["converted, step 3"]
 
 
 def test_verify_from_its_page() -> None:
