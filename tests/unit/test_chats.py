@@ -52,18 +52,18 @@ def answers(folder: Path, hugging_face: Any) -> list[str]:
 
 def test_bytes_by_hand(tmp_path: Path) -> None:
     """Plain template: the prompt as it is, the answer, the end of document."""
-    one = {"prompt": "ab", "completion": "\u00e9 "}  # 61 62 | c3 a9 20, then 256
+    one = {"prompt": "\u00e9b", "completion": "\u00e9 "}  # c3 a9 62 | c3 a9 20, then 256
     result = run(tmp_path, [one], PLAIN)
     ((ids, mask),) = chats.read(tmp_path / "p")
-    assert ids == [0x61, 0x62, 0xC3, 0xA9, 0x20, EOD_ID]
-    assert mask == [False, False, True, True, True, True]
-    assert np.load(tmp_path / "p.supervised.npy").tolist() == [0b111100]
-    assert np.load(tmp_path / "p.bytes.npy").tolist() == [3]  # not the prompt's two, nor the end
-    want = {"kind": "chats", "documents": 1, "tokens": 6, "bytes": 3}
+    assert ids == [0xC3, 0xA9, 0x62, 0xC3, 0xA9, 0x20, EOD_ID]
+    assert mask == [False, False, False, True, True, True, True]
+    assert np.load(tmp_path / "p.supervised.npy").tolist() == [0b1111000]
+    assert np.load(tmp_path / "p.bytes.npy").tolist() == [3]  # not the prompt's three, nor the end
+    want = {"kind": "chats", "documents": 1, "tokens": 7, "bytes": 3}
     want |= {
         "supervised_tokens": 4,
         "supervised_turns": 1,
-        "sample": "ab>>>\u00e9 <|endoftext|><<<",
+        "sample": "\u00e9b>>>\u00e9 <|endoftext|><<<",
     }
     assert {name: result[name] for name in want} == want
     assert result["unigram_bits_per_token"] == 2.0  # of the four supervised ids alone
@@ -241,8 +241,24 @@ def test_ends(tmp_path: Path, flags: list[str], hugging_face: Any, name: str) ->
     assert "c" in hugging_face.decode(ids[-6:])
 
 
+def test_a_token_after_the_last_turn_alone_is_no_other_history(
+    tmp_path: Path, flags: list[str], hugging_face: Any
+) -> None:
+    """It starts as the next turn's own token does: "<|"."""
+    last = (
+        "{% if loop.last and m.role == 'assistant' %}<|eos|>{% endif %}\n{%- endfor %}\n{%- if add"
+    )
+    template = chats.CHATML.replace("{%- endfor %}\n{%- if add", last)
+    assert template != chats.CHATML
+    chat = chats.turns("a", "yes", "b", "no")
+    run(tmp_path, [chat], template, tokenizer_flags=flags)
+    assert answers(tmp_path, hugging_face) == ["yes<|im_end|>", "no<|im_end|>"]
+    ((ids, mask),) = chats.read(tmp_path / "p")
+    assert (ids[-1], mask[-1]) == (hugging_face.eos_token_id, False)
+
+
 def test_offsets_without_blanks_do_not_hide_a_token_on_both_sides(tmp_path: Path) -> None:
-    """A tokenizer that trims offsets tells of a token "\\n\\n" no character at all."""
+    """A tokenizer that trims offsets tells of the token " yes" the word alone."""
     from transformers import AutoTokenizer
 
     for trim in (False, True):
@@ -261,6 +277,10 @@ def test_offsets_without_blanks_do_not_hide_a_token_on_both_sides(tmp_path: Path
         run(folder, [chat], chats.CHATML, tokenizer_flags=flags)
         assert answers(folder, tokenizer) == ["yes<|im_end|>", " the answer<|im_end|>"]
         loose = chats.CHATML.replace("<|im_end|>\n'", "\n'")  # the end joins what follows
+        blank = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+        blank += "{% if add_generation_prompt %}assistant: {% endif %}"
+        with pytest.raises(ValueError, match=r"stands for ' ' before and 'yes' after .* starts"):
+            run(folder, [chats.turns("a", "yes")], blank, tokenizer_flags=flags)
         chat = chats.turns("a", "Hello!\n", "b", "yes\n")
         with pytest.raises(ValueError, match=r"before and '\\n' after the place .* ends; with"):
             run(folder, [chat], loose, tokenizer_flags=flags, answer_end="none")

@@ -159,6 +159,13 @@ def test_a_header_of_tool_calls_is_an_error_too(tmp_path: Path) -> None:
     assert sample.endswith(f"[assistant]\n>>>{json.dumps([CALL])}<|endoftext|><<<")
 
 
+def test_a_special_token_inside_of_tool_calls_ends_nothing(tmp_path: Path) -> None:
+    calls = "{{- m.tool_calls | tojson if m.tool_calls else m.content }}{{ eos_token }}{{ 'tail' }}"
+    template = HEADERS.replace("+ m.content + eos_token }}", "}}" + calls)
+    with pytest.raises(ValueError, match=r"assistant's turn \(message 1\) with no special token"):
+        run(tmp_path, [answer(tool_calls=[CALL])], template)
+
+
 def test_a_generation_prompt_that_says_more_is_an_error(tmp_path: Path) -> None:
     thinking = HEADERS.replace("[assistant]\\n", "[assistant]\\n<think>\\n")
     message = r"prompt goes on with '<think>\\n' where the answer \(message 1\) comes after ''; let"

@@ -185,6 +185,28 @@ def test_a_run_killed_between_two_moves_leaves_no_pair_and_the_next_works(
     assert not (tmp_path / ".p.partial").exists()
 
 
+@pytest.mark.parametrize("moved", [0, 1, 3, 5])
+def test_a_killed_run_of_chats_leaves_no_mask_without_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    (tmp_path / "tree").mkdir()
+    rows = [json.dumps({"prompt": f"question {i}", "completion": f"{i}"}) for i in range(9)]
+    (tmp_path / "tree/a.jsonl").write_text("\n".join(rows))
+    template = Path(__file__).parents[2] / "configs/templates/plain.jinja"
+    options = {"format": "chats", "chat_template": template}
+    run(tmp_path / "tree", tmp_path / "want", **options)
+    with monkeypatch.context() as patch:
+        kill_at(patch, os, "replace", min(moved + 1, 5), after=moved == 5)
+        killed(lambda: run(tmp_path / "tree", tmp_path / "p", **options))
+    assert (tmp_path / "p.supervised.npy").exists() == (moved > 0)
+    assert (tmp_path / "p.idx").exists() == (moved == 5)
+    if moved < 5:
+        run(tmp_path / "tree", tmp_path / "p", **options)
+    for ending in tool.ALL_ENDINGS:
+        got, want = (Path(f"{tmp_path}/{name}{ending}") for name in ("p", "want"))
+        assert got.read_bytes() == want.read_bytes()
+
+
 def test_two_runs_at_once_are_refused(source: Path, tmp_path: Path) -> None:
     with writing.scratch(tmp_path / "p"):
         with pytest.raises(
