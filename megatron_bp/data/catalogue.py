@@ -13,7 +13,7 @@ from megatron_bp.data.answers import ChatPolicy, filling
 from megatron_bp.data.indexed import DataError
 from megatron_bp.data.supervised import SupervisedMask
 
-CHUNK = 1 << 22  # tokens looked at at once, or one chat
+CHUNK = 1 << 24  # tokens looked at at once, or one chat
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,25 +111,27 @@ def refuse_overlong(sizes: NDArray[np.int64], policy: ChatPolicy, name: str) -> 
 def _of_chunk(
     sizes: NDArray[np.int64], mask: SupervisedMask, first: int, length: int
 ) -> NDArray[np.int64]:
-    """int64[5, C'] of chats one after the other.
+    """int64[5, C'] of chats one after the other, from the runs of their masks.
 
     Supervised tokens, those in the first `length` tokens, the sum of their positions, whether the
-    last token is supervised, and where the last run of supervised tokens starts.
+    last token is supervised, and where the last run of supervised tokens starts, if it is.
     """
-    ends = np.cumsum(sizes)
-    starts = ends - sizes
-    supervised = mask.of(first, int(ends[-1]))
-    position = np.arange(len(supervised)) - np.repeat(starts, sizes)
-    kept = supervised & (position < length)
-
-    def sums(values: NDArray[np.int64] | NDArray[np.bool_]) -> NDArray[np.int64]:
-        total = np.append(0, np.cumsum(values, dtype=np.int64))
-        return np.asarray(total[ends] - total[starts])
-
-    prompt = np.where(supervised, -1, np.arange(len(supervised)))
-    before = np.append(-1, np.maximum.accumulate(prompt)) if len(prompt) else np.array([-1])
-    last_run = np.maximum(before[ends] + 1, starts) - starts
-    last = np.append(False, supervised)[ends] & (sizes > 0)
-    return np.stack(
-        [sums(supervised), sums(kept), sums(np.where(kept, position, 0)), last, last_run]
-    )
+    begin = np.cumsum(sizes) - sizes
+    bits = mask.of(first, int(sizes.sum()))
+    out = np.zeros((5, len(sizes)), dtype=np.int64)
+    if not len(bits):
+        return out
+    turns = np.flatnonzero(bits[1:] != bits[:-1]) + 1
+    edges = np.unique(np.concatenate([turns, begin[sizes > 0]]))
+    stops = np.append(edges[1:], len(bits))
+    runs = bits[edges]
+    chat = np.searchsorted(begin, edges[runs], "right") - 1
+    start, stop = edges[runs] - begin[chat], stops[runs] - begin[chat]
+    a, b = np.minimum(start, length), np.minimum(stop, length)
+    np.add.at(out[0], chat, stop - start)
+    np.add.at(out[1], chat, b - a)
+    np.add.at(out[2], chat, (a + b - 1) * (b - a) // 2)
+    last = stop == sizes[chat]
+    out[3, chat[last]] = 1
+    out[4, chat[last]] = start[last]
+    return out

@@ -1,11 +1,13 @@
 """Runs on chats: what they print, that a resumed one is the same run, and their evaluation."""
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from chat_files import chat, write_chats
-from entry import pretrain, tensors
+from entry import ROOT, pretrain, tensors
 from launch import CONFIG
 from ranks import run_ranks
 
@@ -30,6 +32,14 @@ def make_chats(folder: Path) -> list[str]:
     prefix = write_chats(folder / "chats", chats, sizes)
     (folder / "run.yaml").write_text(CONFIG)
     return [str(folder / "run.yaml"), "--data-path", prefix]
+
+
+def evaluate(rank: int, world: int, arguments: list[str]) -> None:
+    """One rank of `torchrun -m megatron_bp.tools.evaluate ARGUMENTS`."""
+    sys.path.insert(0, str(ROOT))
+    from megatron_bp.tools.evaluate import main
+
+    main(arguments)
 
 
 def test_three_steps_on_chats_and_three_more_are_six(tmp_path: Path) -> None:
@@ -58,3 +68,9 @@ def test_three_steps_on_chats_and_three_more_are_six(tmp_path: Path) -> None:
     losses, resumed_losses, alone = [[row["loss"] for row in of_run] for of_run in rows]
     assert resumed_losses == losses
     assert alone == pytest.approx(losses, rel=1e-5)
+
+    arguments = [str(tmp_path / "whole"), "--data", head[-1], "--json", str(tmp_path / "row")]
+    run_ranks(1, evaluate, arguments, fresh=True)
+    told, trained = json.loads((tmp_path / "row").read_text()), rows[0][-1]
+    for name in ("loss", "diffusion_count", "bound_bits_per_byte"):
+        assert told[name] == pytest.approx(trained[name], rel=1e-6), name

@@ -95,6 +95,8 @@ def test_the_catalogue_is_what_each_chat_becomes(
     monkeypatch.setattr(catalogue_module, "CHUNK", chunk)
     how = policy(length=length, grid=grid, overlong=overlong)
     chats = random_chats(200)
+    for place in (0, 0, 50, 204):  # empty ones
+        chats.insert(place, ([], []))
     facts = of_data(tmp_path, chats, how)
     assert facts.kept.sum() > 50
     assert facts.filled.sum() > 50
