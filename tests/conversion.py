@@ -15,11 +15,11 @@ from entry import pretrain
 from torch import Tensor
 
 SHAPE = oracle.GPTShape(
-    layers=2, hidden=32, heads=4, groups=2, head_dim=8, eps=1e-6, qk_layernorm=True
+    layers=4, hidden=32, heads=4, groups=2, head_dim=8, eps=1e-6, qk_layernorm=True
 )
 MODEL = """
-    --group-query-attention --num-query-groups 2 --qk-layernorm --init-method-std 0.15
-    --norm-epsilon 1e-6 --make-vocab-size-divisible-by 2 --seq-length 40
+    --num-layers 4 --group-query-attention --num-query-groups 2 --qk-layernorm
+    --init-method-std 0.15 --norm-epsilon 1e-6 --make-vocab-size-divisible-by 2 --seq-length 40
 """
 OLD, NEW = 121, 258  # true ids: the AR model's, the converted one's
 AR = f"""

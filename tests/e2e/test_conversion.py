@@ -87,6 +87,7 @@ def plain_causal(weights: dict[str, Tensor], tokens: Tensor, tied: bool) -> Tens
         (2, [PP, "2"], "untied"),
         (4, [TP, "2", BP, "2", "--sequence-parallel"], "untied"),
         (4, [PP, "2", BP, "2"], "tied"),
+        (2, [PP, "2", "--num-layers-per-virtual-pipeline-stage", "1"], "tied"),
         (2, [SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"], "tied"),
     ],
     ids=lambda value: "".join(value) if isinstance(value, list) else str(value),
@@ -219,7 +220,7 @@ def test_a_converted_run_goes_on_without_another_check(runs: Runs) -> None:
             "has 121 ids and the tokenizer 120: ids cannot be taken away",
         ),
         (["--pretrained-vocabulary", "122"], "says that it has 121 true ids"),
-        (["--num-layers", "1"], "holds the weights of another model: --num-layers was 2, is 1"),
+        (["--num-layers", "1"], "holds the weights of another model: --num-layers was 4, is 1"),
         ([UNTIED], "holds the weights of another model"),
     ],
 )
