@@ -20,12 +20,14 @@ TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 BP, CP = "--block-parallel-size", "--context-parallel-size"
 SHARDED = "--use-distributed-optimizer"
 UNTIED = "--untie-embeddings-and-output-weights"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24".split()
+KINDS = {"tied": [], "untied": [UNTIED], "experts": [*EXPERTS, "--moe-aux-loss-coeff", "0.01"]}
 TABLES = {"tied": ["embedding.word_embeddings.weight"]}
 TABLES["untied"] = [*TABLES["tied"], "output_layer.weight"]
 
 
 class Runs:
-    """An AR model that was trained for 3 steps, tied and untied, on one and two TP ranks."""
+    """An AR model of each of KINDS that was trained for 3 steps, on one or two TP ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,8 +38,7 @@ class Runs:
         save = self.folder / f"ar {tied} {tp}"
         if not save.exists():
             flags = [TP, str(tp), "--train-iters", "3", "--save-interval", "3"]
-            flags += [UNTIED] if tied == "untied" else []
-            arguments = [*ar_head(self.head), "--save", str(save), *flags]
+            arguments = [*ar_head(self.head), "--save", str(save), *flags, *KINDS[tied]]
             ends = run_ranks(tp, pretrain, arguments, fresh=True, timeout=240)
             assert [code for code, _ in ends] == [0] * tp
         return save / "iter_0000003"
@@ -55,7 +56,7 @@ class Runs:
         shutil.rmtree(save, ignore_errors=True)
         arguments = [*self.head, *MODEL.split(), "--pretrained-checkpoint", str(start.parent)]
         arguments += ["--save", str(save), "--train-iters", "1", "--save-interval", "1"]
-        arguments += ["--lr", "0", *([UNTIED] if "untied" in str(start) else []), *flags]
+        arguments += ["--lr", "0", *KINDS[start.parent.name.split()[1]], *flags]
         return run_ranks(ranks, convert_on_rank, arguments, fault, fresh=True, timeout=240)
 
     def weights(self, path: Path) -> dict[str, Tensor]:
@@ -107,6 +108,12 @@ def test_clean_rows_are_those_of_the_plain_causal_model(
             torch.testing.assert_close(end["logits"], expected, rtol=1e-4, atol=2e-5)
             covered |= set(end["positions"].tolist())
     assert covered == set(range(len(truth)))
+
+
+def test_experts_too(runs: Runs) -> None:
+    ends = runs.convert(runs.ar("experts", 1), 2, BP, "2", "--expert-model-parallel-size", "2")
+    assert [end["code"] for end in ends] == [0, 0], ends[0]["error"]
+    assert all("logits" in end for end in ends)
 
 
 @pytest.mark.parametrize(
