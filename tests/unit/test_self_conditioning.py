@@ -48,6 +48,12 @@ def test_a_coin_belongs_to_its_document() -> None:
     assert together != coins(later)
 
 
+def test_coins_of_a_run_stay_what_they_are() -> None:
+    """A change of them is a change of every run."""
+    told = "".join("x" if coin else "." for coin in coins(documents(list(range(16)))))
+    assert told == ".x..xx...xxx..x."
+
+
 def test_more_documents_are_conditioned_with_a_larger_share() -> None:
     sample = documents(list(range(100)))
     assert not any(coins(sample, 0.0))
