@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every check that needs no GPU: the environment, static checks, then tests, cheapest tier first.
 # Arguments go to pytest; a path among them (tests/unit/test_x.py) replaces the tiers.
+# Tests of one process run in several at once: on every core, on 4 at most.
 #   scripts/test.sh -k blocks
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -23,6 +24,7 @@ check() {
     *) failed+=("$name") ;;
   esac
 }
+trap 'echo "test.sh: interrupted"; exit 130' INT
 join() {
   local all
   all=$(printf ', %s' "$@")
@@ -43,8 +45,9 @@ done
 ran=0
 for tier in "${tiers[@]}"; do
   if [ -n "$tier" ] && [ ! -d "$tier" ]; then continue; fi
-  before=${#empty[@]}
-  check "${tier:-pytest}" python -m pytest ${tier:+"$tier"} "$@"
+  before=${#empty[@]} workers=()
+  [ "$tier" = tests/unit ] && workers=(-n logical --maxprocesses 4)
+  check "${tier:-pytest}" python -m pytest ${tier:+"$tier"} "${workers[@]}" "$@"
   [ "${#empty[@]}" -eq "$before" ] && ran=1
 done
 [ "$ran" -eq 1 ] || failed+=("pytest: no test was selected")

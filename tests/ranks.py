@@ -13,6 +13,7 @@ fails or hangs kills them, and the next call starts new ones.
 CUDA is hidden from the ranks, so they take the same path on a machine with a GPU.
 """
 
+import argparse
 import atexit
 import contextlib
 import datetime
@@ -62,6 +63,7 @@ PRELOAD = (  # after cpu.py's install, which imports megatron.training
     "megatron.core.parallel_state",
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.tokenizers.text",  # imports transformers: half of the time of a small run
 )
 
 GRACE = 0.5  # seconds in which other ranks may still report after the first failure
@@ -425,6 +427,25 @@ def _preload() -> None:
         for name in names:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+        with contextlib.suppress(Exception):
+            _read_help_texts_once()
+
+
+def _read_help_texts_once() -> None:
+    """Megatron parses the source of its config classes at each of a run's three parsers."""
+    from megatron.training import argument_utils
+    from megatron.training.arguments import add_megatron_arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    texts, read = {}, factory._get_field_docstrings
+
+    def once(self: Any, config: type) -> dict[str, str]:
+        if config not in texts:
+            texts[config] = read(self, config)
+        return dict(texts[config])
+
+    factory._get_field_docstrings = once
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 _POOL = _Pool()

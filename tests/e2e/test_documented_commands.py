@@ -4,6 +4,7 @@ Every command line that a page shows is run here, is what `.ci/run` itself does,
 NOT_RUN with the reason.
 """
 
+import json
 import os
 import re
 import shlex
@@ -75,14 +76,21 @@ def run(command: str, *names: tuple[str, str]) -> str:
     return done.stdout
 
 
-def test_own_data_from_readme_then_summary_and_evaluation(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The prefix of data that README's command has made."""
+    folder = tmp_path_factory.mktemp("data")
+    tree = folder / "tree"
     tree.mkdir()
     for i in range(40):
         (tree / f"{i}.txt").write_text(f"number {i} follows number {i - 1}\n" * 8)
-    data, saved = str(tmp_path / "mine"), str(tmp_path / "run")
-    run(find("README.md", "tools.prepare"), ("TREE", str(tree)), ("data/mine", data))
+    prefix = str(folder / "mine")
+    run(find("README.md", "tools.prepare"), ("TREE", str(tree)), ("data/mine", prefix))
+    return prefix
 
+
+def test_own_data_from_readme_then_summary_and_evaluation(data: str, tmp_path: Path) -> None:
+    saved = str(tmp_path / "run")
     example = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert example is not None
     text = re.sub("^   ", "", example[1], flags=re.MULTILINE)
@@ -106,25 +114,14 @@ def test_own_data_from_readme_then_summary_and_evaluation(tmp_path: Path) -> Non
     assert re.search(r"bound \d.* bits/byte \| 2 samples x 2 draws", run(evaluation, *pages))
 
 
-def test_launch_line_of_running(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    for i in range(40):
-        (tree / f"{i}.txt").write_text(f"number {i} follows number {i - 1}\n" * 8)
-    data = str(tmp_path / "data")
-    run(find("README.md", "tools.prepare"), ("TREE", str(tree)), ("data/mine", data))
+def test_launch_line_of_running(data: str, tmp_path: Path) -> None:
     launch = find("docs/running.md", "configs/quickstart.yaml")
     run(f"{launch} {SMALL} --data-path {data}", ("runs/a", str(tmp_path / "run")))
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
 
 
-def test_conversion_from_its_page(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    for i in range(40):
-        (tree / f"{i}.txt").write_text(f"number {i} follows number {i - 1}\n" * 8)
-    data, before = str(tmp_path / "data"), str(tmp_path / "ar")
-    run(find("README.md", "tools.prepare"), ("TREE", str(tree)), ("data/mine", data))
+def test_conversion_from_its_page(data: str, tmp_path: Path) -> None:
+    before = str(tmp_path / "ar")
     train = find("docs/conversion.md", "configs/conversion_ar.yaml")
     assert "validation at iteration 3" in run(
         f"{train} {SMALL} --data-path {data}", ("runs/ar", before)
@@ -140,10 +137,16 @@ def test_conversion_from_its_page(tmp_path: Path) -> None:
     assert [line.split("  ")[1] for line in lines] == ["converted, step 3"]
 
 
-def test_verify_from_its_page() -> None:
+def test_verify_from_its_page(tmp_path: Path) -> None:
+    """Own processes, exit status, table, JSON."""
     command = find("docs/verify.md", "--topology bp=2 --topology dp=2,bp=2")
-    told = run(f"{command} --steps 1", ("--topology dp=2,bp=2", "--topology dp=2"))
-    assert [line.split()[-1] for line in told.splitlines()[-2:]] == ["ok", "ok"]
+    more, file = "--topology dp=2,bp=2", tmp_path / "told.json"
+    told = run(f"{command} --steps 1 --json {file}", (more, "--topology dp=2"))
+    lines = [line.split() for line in told.splitlines()[-2:]]
+    assert [(line[0], line[-1]) for line in lines] == [("bp=2", "ok"), ("dp=2", "ok")]
+    layouts = json.loads(file.read_text())["layouts"]
+    assert [layout["layout"] for layout in layouts] == ["reference", "bp=2", "dp=2"]
+    assert all(layout["worst_error"] < 1e-5 for layout in layouts[1:])
 
 
 def test_every_command_shown_is_run_or_has_its_reason() -> None:

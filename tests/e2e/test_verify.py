@@ -1,9 +1,7 @@
 """tools.verify on real runs: layouts pass, planted faults do not, the reference is the oracle's."""
 
-import json
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -251,30 +249,3 @@ def test_the_reference_is_the_oracles(quickstart: Verification) -> None:
 def test_refused_layouts_start_nothing(quickstart: Verification) -> None:
     with pytest.raises(PlanError, match=r"(?s)bp=4,cp=3: .*divisor.*bp=3: |bp=4,cp=3: "):
         quickstart.run(["bp=4,cp=3"])
-
-
-@pytest.mark.slow
-def test_the_command_line(tmp_path: Path) -> None:
-    """As a user starts it: own processes, exit status, table, JSON; and nothing hangs."""
-
-    def command(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "megatron_bp.tools.verify", str(QUICKSTART), "--tiny", *more],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-
-    told = tmp_path / "told.json"
-    done = command("--topology", "bp=2", "--steps", "1", "--json", str(told))
-    assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads(told.read_text())
-    assert [v["layout"] for v in content["layouts"]] == ["reference", "bp=2"]
-    assert content["layouts"][1]["worst_error"] < 1e-5
-    assert done.stdout.splitlines()[-1].startswith("bp=2 ")
-    assert done.stdout.splitlines()[-1].endswith(" ok")
-    bad = command("--topology", "pb=2")
-    assert bad.returncode == 2
-    assert "did you mean bp?" in bad.stderr

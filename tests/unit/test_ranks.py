@@ -124,7 +124,8 @@ def test_ranks_that_died_between_calls_are_replaced() -> None:
 
 
 def test_a_hang_surfaces_with_the_place() -> None:
-    with pytest.raises(RankError, match=r"did not end within 4 s\n--- rank 1 of 2\n[^-]*in hang"):
+    place = r"(?s)did not end within 4 s\n--- rank 1 of 2\n(?:(?!\n---).)*in hang"
+    with pytest.raises(RankError, match=place):
         run_ranks(2, hang, timeout=4)
     assert len(run_ranks(2, add_up)) == 2
 

@@ -407,9 +407,11 @@ def test_a_hang_ends_with_the_logs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("code", "refused"), [(1, False), (2, True)])
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path, code: int, refused: bool) -> None:
+    begin = time.monotonic()
     with pytest.raises(LaunchError, match=rf"rank 1 with {code}") as error:
         launched(tmp_path, f"end{code}")
     assert error.value.refused is refused
+    assert time.monotonic() - begin < 30  # not the 60 s that rank 0 would have
 
 
 def test_a_template_starts_the_ranks(tmp_path: Path) -> None:

@@ -112,13 +112,12 @@ def _run(folder: Path, commands: list[tuple[list[str], dict[str, str]]], timeout
                         start_new_session=True,
                     )
                 )
-        while any(p.poll() is None for p in processes):
-            if any(p.returncode for p in processes):
+        while None in (codes := [p.poll() for p in processes]):
+            if any(codes):
                 end = min(end, time.monotonic() + GRACE)
             if time.monotonic() > end:
                 break
             time.sleep(0.05)
-        codes = [p.poll() for p in processes]
     finally:
         for process in processes:
             _kill(process)
