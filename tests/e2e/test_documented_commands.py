@@ -120,13 +120,8 @@ def test_launch_line_of_running(data: str, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
 
 
-def test_conversion_from_its_page(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    for i in range(40):
-        (tree / f"{i}.txt").write_text(f"number {i} follows number {i - 1}\n" * 8)
-    data, before = str(tmp_path / "data"), str(tmp_path / "ar")
-    run(find("README.md", "tools.prepare"), ("TREE", str(tree)), ("data/mine", data))
+def test_conversion_from_its_page(data: str, tmp_path: Path) -> None:
+    before = str(tmp_path / "ar")
     train = find("docs/conversion.md", "configs/conversion_ar.yaml")
     assert "validation at iteration 3" in run(
         f"{train} {SMALL} --data-path {data}", ("runs/ar", before)
