@@ -119,8 +119,6 @@ def _of_chunk(
     begin = np.cumsum(sizes) - sizes
     bits = mask.of(first, int(sizes.sum()))
     out = np.zeros((5, len(sizes)), dtype=np.int64)
-    if not len(bits):
-        return out
     turns = np.flatnonzero(bits[1:] != bits[:-1]) + 1
     edges = np.unique(np.concatenate([turns, begin[sizes > 0]]))
     stops = np.append(edges[1:], len(bits))

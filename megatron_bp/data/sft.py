@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import math
 import os
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,6 @@ class ChatConfig(GPTDatasetConfig):
 
     policy: ChatPolicy | None = None
     global_batch: int = 1
-
-    @property
-    def policy_text(self) -> str:
-        """The policy, for the names of cached files."""
-        return repr(self.policy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +131,7 @@ class ChatDataset(MegatronDataset):
     @staticmethod
     def _key_config_attributes() -> list[str]:
         names: list[str] = MegatronDataset._key_config_attributes()
-        return [*names, "policy_text", "global_batch"]
+        return [*names, "global_batch"]
 
     def __len__(self) -> int:
         """Rows; for an evaluation at least what was asked for, read again from the first."""
@@ -205,14 +199,15 @@ class ChatDataset(MegatronDataset):
         return Rows(chats, np.append(0, np.cumsum(sizes))), np.array(begin, dtype=np.int64)
 
     def _cache(self) -> Path | None:
-        """Where the rows are kept: of these chats, under these settings."""
+        """Where the rows are kept: a name that tells all they follow from, sizes and costs too."""
         folder = self.config.path_to_cache
         if folder is None:
             return None
         facts = self.dataset.facts
-        of_data = zlib.crc32(facts.cost.tobytes(), zlib.crc32(facts.tokens.tobytes()))
-        text = f"{self.unique_description}{of_data}"
-        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        told = hashlib.sha256(self.unique_description.encode())
+        told.update(facts.tokens.tobytes())
+        told.update(facts.cost.tobytes())
+        name = told.hexdigest()[:32]
         return Path(folder) / f"{name}-{type(self).__name__}-{self.index_split.name}.npz"
 
 
