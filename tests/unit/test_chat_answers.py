@@ -14,6 +14,7 @@ from megatron_bp.data.answers import ChatPolicy, as_trained
 from megatron_bp.data.catalogue import Catalogue, catalogue
 from megatron_bp.data.indexed import DataError
 from megatron_bp.data.supervised import supervised_of
+from megatron_bp.sequence.blocks import block_grid
 
 FILL = 99
 
@@ -69,6 +70,25 @@ def test_a_chat_as_it_is_trained(kinds: str, changes: dict[str, Any], wanted: st
 def test_an_overlong_chat_is_refused_by_default() -> None:
     with pytest.raises(ValueError, match="11 tokens is longer than a row of 10"):
         as_trained(np.arange(11, dtype=np.int32), np.ones(11, np.bool_), policy())
+
+
+@pytest.mark.parametrize("grid", ["document", "response"])
+def test_filling_ends_where_the_plans_block_does(grid: Any) -> None:
+    """One more supervised token would begin a block of the grid that the plan is made on."""
+    filled = 0
+    for ids, mask in random_chats(100):
+        tokens, supervised = np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_)
+        got, scored = as_trained(tokens, supervised, policy(length=80, grid=grid))
+        assert len(got) - len(ids) < 4
+        if not mask[-1]:
+            continue
+        filled += len(got) > len(ids)
+        n = len(got) + 1
+        blocks = block_grid(
+            np.zeros(n, np.int32), np.arange(n, dtype=np.int32), 4, np.append(scored, True), grid
+        )
+        assert blocks.start[-1] == len(got)
+    assert filled > 20
 
 
 # --- a whole data set ----------------------------------------------------------------------------

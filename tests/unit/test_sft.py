@@ -381,27 +381,39 @@ def test_texts_are_no_chats(build: Build, tmp_path: Path) -> None:
 # --- noise ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("noise", ["absorbing", "uniform"])
-@pytest.mark.parametrize("antithetic", [False, True])
+@pytest.mark.parametrize(
+    ("of_objective", "of_plan"),
+    [
+        ({}, {}),
+        ({"antithetic": True}, {"grid": "response"}),
+        ({"noise": "uniform", "scored": "all", "weighting": "one"}, {"grid": "response"}),
+        (
+            {"complementary": True, "weighting": "one", "alignment": "next"},
+            {"copies": 2, "alignment": "next"},
+        ),
+    ],
+    ids=["plain", "response", "uniform", "two views"],
+)
 def test_noise_of_a_chat_is_bitwise_that_of_the_chat_alone(
-    build: Build, noise: Any, antithetic: bool
+    build: Build, of_objective: dict[str, Any], of_plan: dict[str, Any]
 ) -> None:
-    train, _, _ = build(random_chats(90), sizes=(100, 0, 0), fill=256)
-    objective = Objective(257, 258, seed=3, noise=noise, antithetic=antithetic)
+    grid = of_plan.get("grid", "document")
+    train, _, _ = build(random_chats(90), sizes=(100, 0, 0), fill=256, grid=grid)
+    objective = Objective(257, 258, seed=3, **of_objective)
     several = 0
     for sample in samples(train):
-        whole = by_document(sample, objective)
+        whole = by_document(sample, objective, **of_plan)
         several += len(sample.document_keys) > 1
         epoch = int(sample.document_epochs[0])
         for ordinal, key in enumerate(sample.document_keys.tolist()):
             alone = pack([part(train).chat(key)], LENGTH, TRAIN, epoch)
-            assert whole[ordinal] == by_document(alone, objective)[0]
+            assert whole[ordinal] == by_document(alone, objective, **of_plan)[0]
     assert several > 20
 
 
-def by_document(sample: Sample, objective: Objective) -> list[tuple[Any, ...]]:
+def by_document(sample: Sample, objective: Objective, **of_plan: Any) -> list[tuple[Any, ...]]:
     """Corrupted ids, p, labels and weights of each document of a row."""
-    plan = make_plan(sample, SequenceOptions(4))
+    plan = make_plan(sample, SequenceOptions(4, **of_plan))
     out: Corruption = corrupt(sample, plan, objective)
     of_rows = np.repeat(plan.units.document, plan.units.stop - plan.units.start)
     (term,) = out.terms
