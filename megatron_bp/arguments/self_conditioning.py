@@ -55,9 +55,10 @@ def check_conditioning(args: Namespace) -> None:
         args.self_conditioning_width = None
         return
     args.self_conditioning_width = args.self_conditioning_width or args.hidden_size
-    folder = newest_checkpoint(args.load, getattr(args, "ckpt_step", None))
+    step = getattr(args, "ckpt_step", None)
+    folder = newest_checkpoint(args.load, step)
     new_run = args.finetune or folder is None
-    folder = folder or newest_checkpoint(args.pretrained_checkpoint, None)
+    folder = folder or newest_checkpoint(args.pretrained_checkpoint, step)
     if folder is None:
         return
     saved = saved_arguments(folder)

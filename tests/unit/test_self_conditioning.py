@@ -19,6 +19,7 @@ from megatron_bp.diffusion.self_conditioning import conditioned_documents, sourc
 from megatron_bp.model.self_conditioning import SelfConditioning
 from megatron_bp.sequence.packing import Sample, pack
 from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
+from megatron_bp.tools.verify import gradients
 
 ON = [True, False, True]
 
@@ -163,6 +164,19 @@ def test_a_module_that_was_used_is_never_left_out_of_a_checkpoint() -> None:
     made = module(fresh=True)
     made(torch.randn(2, 1, 6), torch.tensor([1]), torch.randn(1, 6))
     assert not made._fresh
+
+
+def test_verify_gives_zeros_values_and_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_unwrapped", lambda model: model)
+    one, other, told = module(), module(), []
+    before = {name: value.clone() for name, value in one.state_dict().items()}
+    for made in (one, other):
+        gradients.fill_zeros([made], Namespace(reload_model_params=lambda: told.append(1)))
+    assert told == [1, 1]
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, before[name]) == (name != "down.weight"), name
+        assert torch.equal(value, other.state_dict()[name]), name
+    assert one.down.weight.any()
 
 
 FINE = {
