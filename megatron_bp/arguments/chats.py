@@ -5,13 +5,16 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_bp.arguments.refused import no
 from megatron_bp.data.answers import ChatPolicy
 from megatron_bp.data.catalogue import refuse_overlong
 from megatron_bp.data.indexed import read_index
 from megatron_bp.data.supervised import supervised_of
+from megatron_bp.sequence.blocks import first_mixed
 
+TOKENS_AT_ONCE = 1 << 22
 OF_CHATS = ("--overlong-chats", "--answer-fill", "--print-samples")
 
 
@@ -87,6 +90,37 @@ def check_chats(args: Namespace, prefix: str) -> None:
             f"and a chat is a document of one sequence; prepare the data again"
         )
     refuse_overlong(index.lengths.astype(np.int64), chat_policy(args), prefix)
+    if args.response_end == "refuse":
+        _refuse_mixed(args, prefix, index.lengths.astype(np.int64))
+
+
+def _refuse_mixed(args: Namespace, prefix: str, sizes: NDArray[np.int64]) -> None:
+    """Refuse a response that ends inside a block of the grid with a prompt after it."""
+    mask = supervised_of(prefix)
+    assert mask is not None
+    before = np.append(0, np.cumsum(sizes))
+    first = 0
+    while first < len(sizes):  # some chats at once
+        last = int(np.searchsorted(before, before[first] + TOKENS_AT_ONCE, side="right")) - 1
+        last = max(last, first + 1)
+        part = sizes[first:last]
+        document = np.repeat(np.arange(len(part), dtype=np.int32), part)
+        position = np.arange(len(document)) - np.repeat(np.cumsum(part) - part, part)
+        supervised = mask.of(int(before[first]), len(document))
+        place = first_mixed(
+            document,
+            position.astype(np.int32),
+            args.diffusion_block_size,
+            supervised,
+            args.block_grid,
+        )
+        if place is not None:
+            no(
+                f"--response-end refuse: in chat {first + document[place]} of {prefix} a response "
+                f"ends at token {position[place]}, inside a block of {args.diffusion_block_size}, "
+                f"and a prompt follows; use --response-end cut, or pad responses to whole blocks"
+            )
+        first = last
 
 
 def chat_policy(args: Namespace, row_cost: int = 0) -> ChatPolicy:

@@ -25,7 +25,12 @@ from megatron_bp.tools.verify.sample_data import with_sample_data
 def arguments(*flags: str, **more: Any) -> Namespace:
     parser = argparse.ArgumentParser()
     add_chat_flags(parser)
-    values = {"bdlm_seq_length": 40, "diffusion_block_size": 4, "block_grid": "document"}
+    values = {
+        "response_end": "cut",
+        "bdlm_seq_length": 40,
+        "diffusion_block_size": 4,
+        "block_grid": "document",
+    }
     return Namespace(**vars(parser.parse_args(flags)), **values, bdlm_vocabulary=258, **more)
 
 
@@ -34,6 +39,25 @@ def text(folder: Path) -> str:
     (folder / "a.txt").write_text("some text")
     prepare(Options([folder / "a.txt"], folder / "text"))
     return str(folder / "text")
+
+
+@pytest.mark.parametrize("at_once", [1, 12, 1 << 22])
+def test_a_response_that_shares_a_block_with_a_prompt_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """The third chat's first response ends at token 6 of blocks of 4; all others are sound."""
+    monkeypatch.setattr(of_chats, "TOKENS_AT_ONCE", at_once)
+    marks = ["..xxxxxx..x", "....xxx", "..xxxx..x", "xx.."]
+    chats = [([1] * len(m), [int(c == "x") for c in m]) for m in marks]
+    prefix = write_chats(tmp_path / "chats", chats)
+    flags = {"response_end": "refuse"}
+    with pytest.raises(RefusedError, match=r"in chat 2 of .*chats a response ends at token 6, in"):
+        check_chats(Namespace(**vars(arguments("--chats")) | flags), prefix)
+    check_chats(arguments("--chats"), prefix)
+    check_chats(
+        Namespace(**vars(arguments("--chats")) | flags),
+        write_chats(tmp_path / "sound", chats[:2] + chats[3:]),
+    )
 
 
 # --- the kind of data ----------------------------------------------------------------------------
