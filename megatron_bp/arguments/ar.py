@@ -8,7 +8,13 @@ from megatron_bp.arguments.objective_flags import add_objective_flags
 from megatron_bp.arguments.refused import no
 
 # Beside all flags of an objective's parts.
-OF_CORRUPTED_ROWS = ("--attention-kernel", "--clean-kv-exchange", "--cp-comm-type", "--eval-draws")
+OF_CORRUPTED_ROWS = (
+    "--attention-kernel",
+    "--clean-kv-exchange",
+    "--cp-comm-type",
+    "--eval-draws",
+    "--answer-fill",
+)
 
 
 def refuse_ar(args: Namespace, given: Collection[str]) -> None:

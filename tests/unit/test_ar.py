@@ -94,6 +94,7 @@ def refusal(rank: int, world: int, flags: list[str]) -> str:
         ("--noise uniform --antithetic", "--antithetic, --noise with --objective ar"),
         ("--diffusion-block-size 4", "there are no corrupted rows"),
         ("--eval-draws 2", "--eval-draws with --objective ar"),
+        ("--chats --answer-fill eos", "--answer-fill with --objective ar"),
         ("--attention-kernel tiled", "--attention-kernel with"),
         ("--window-size 5,0", "a window in the place of the documents' mask"),
         ("--sequence-parallel --tensor-model-parallel-size 2", "norms of Megatron's local layers"),
