@@ -31,7 +31,7 @@ run() {
     exit 1
   fi
   grep -hE 'iteration +[0-9]*00/|(validation|test) at|megatron_bp: (a new|conv)' "$log" |
-    sed -E 's/ \| (elapsed|consumed|number|global batch|loss scale|peak memory|balance)[^|]*//g'
+    sed -E 's/ \| (elapsed|consumed|number|global batch|loss scale|peak memory|balance)[^|]*//g' | uniq
 }
 
 rm -rf "$runs"
