@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 FP32 = 1e-5
-# Of the gradient's norm after the first step: Adam turns the rounding of gradients near 0 into steps
-# of full size, and a norm follows weights sooner than a loss does. Seen: 1.1e-5.
+# Of the norm of later steps: Adam makes whole steps of the rounding of gradients near 0, and a norm
+# follows weights sooner than a loss does. Seen: 1.1e-5.
 FP32_LATER_NORM = 1e-4
 # Of the usual norm, the root mean square over parameters. Layouts were seen to differ by 5e-9 of
 # the usual norm in parameters whose own is small, which is 5e-6 of a norm at the floor.
