@@ -18,11 +18,16 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/running.md", "docs/testing.md", "docs/verify.md")
-PAGES += ("docs/conversion.md",)
+PAGES += ("docs/conversion.md", "docs/sft.md", "docs/benchmarks/sft_answer_rows.md")
 NOT_RUN = {
     "scripts/quickstart.sh": "takes minutes; its steps are those that run here",
     "scripts/quickstart_conversion.sh": "takes minutes; its steps are those that run here",
+    "scripts/quickstart_sft.sh": "takes minutes; its steps are those that run here",
     "scripts/test.sh": "is what runs this",
+    "tools.function_pairs": "tests/unit/test_function_pairs.py runs it on a small tree",
+    "tools.prepare --format chats": "no whole command; tests/unit/test_prepare_docs.py runs one",
+    "tools.sft_summary": "tests/e2e/test_sft_quickstart.py runs it",
+    "tools.bench sft": "takes minutes; tests/unit/test_bench.py runs it at a small size",
     "srun": "needs SLURM",
     "--nproc-per-node 16": "needs 16 ranks; tests/e2e/test_topologies.py runs such layouts on 4",
     "--seq-length 32768": "takes minutes",
