@@ -35,6 +35,6 @@ train() {
     say "FAILED: see $log" >&2
     exit 1
   fi
-  grep -hE "${shown:-iteration +[0-9]+/}|(validation|test) at|megatron_bp: (a new|conv)|successfully (sav|load)ed" "$log" |
+  grep -hE "${shown:-iteration +[0-9]+/}|(validation|test) at|megatron_bp: (a new|conv)|successfully (saved|loaded)" "$log" |
     sed -E 's/ \| (elapsed|consumed|number|global batch|loss scale|peak memory|balance)[^|]*//g'
 }
