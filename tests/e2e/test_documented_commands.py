@@ -31,6 +31,7 @@ NOT_RUN = {
     "srun": "needs SLURM",
     "--nproc-per-node 16": "needs 16 ranks; tests/e2e/test_topologies.py runs such layouts on 4",
     "--seq-length 32768": "takes minutes",
+    "configs/sft_quickstart.yaml --tiny": "tests/ranks/test_model.py has the presets",
     "configs/quickstart_moe.yaml --tiny": "tests/e2e/test_verify.py has experts",
     "[CONFIG.yaml]": "a usage line",
     "pkill": "tests/e2e/test_signals.py sends the signals",
