@@ -17,6 +17,7 @@ import functools
 import importlib
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,7 @@ def install() -> None:
         print(
             "megatron_bp: no CUDA device found: running on the CPU with gloo (for development and "
             "tests; memory figures are the resident set of the process)",
+            file=sys.stderr,
             flush=True,
         )
 

@@ -114,9 +114,10 @@ def check_contract(args: Namespace) -> None:
     Raises:
         ContractError: naming the field, the saved value and the new one.
     """
-    folder = newest_checkpoint(args.load, getattr(args, "ckpt_step", None))
+    step = getattr(args, "ckpt_step", None)
+    folder = newest_checkpoint(args.load, step)
     goes_on = folder is not None
-    folder = folder or newest_checkpoint(args.pretrained_checkpoint, None)
+    folder = folder or newest_checkpoint(args.pretrained_checkpoint, step)
     if folder is None:
         return
     saved = saved_arguments(folder)
@@ -181,7 +182,8 @@ def newest_checkpoint(source: str | None, step: int | None) -> Path | None:
     load = Path(source)
     tracker = load / "latest_checkpointed_iteration.txt"
     if step is not None:
-        return load / f"iter_{step:07d}"
+        folder = load / f"iter_{step:07d}"
+        return folder if folder.is_dir() else None
     try:
         text = tracker.read_text(encoding="utf-8").strip()
     except OSError:

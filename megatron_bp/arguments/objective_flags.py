@@ -81,7 +81,7 @@ def add_objective_flags(group: Any) -> None:
     add(
         "--never-corrupt-ids",
         type=int,
-        nargs="+",
+        nargs="*",
         default=[],
         metavar="ID",
         help="Ids that are never corrupted nor scored by the diffusion term.",

@@ -10,7 +10,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Collection
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from megatron_bp import cpu
 from megatron_bp.arguments.build import model_config, settings
@@ -168,6 +168,18 @@ def preset_flags(objective: str, given: Collection[str]) -> list[str]:
         if not {f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"} & set(given)
     }
     return to_flags(left, full_parser(), f"--objective {objective}")
+
+
+def _tell_preset(args: Namespace, stream: TextIO) -> None:
+    """Say what of a preset was given otherwise: an included file may do so unseen."""
+    other = [
+        f"{name} {getattr(args, name)} instead of {value}"
+        for name, value in PRESETS[args.objective].items()
+        if getattr(args, name) != value
+    ]
+    if other and args.rank == 0:
+        text = f"megatron_bp: --objective {args.objective}, with {', '.join(other)}, as was given"
+        print(text, file=stream, flush=True)
 
 
 def _check_vocabulary(args: Namespace) -> None:

@@ -138,7 +138,7 @@ def corrupt(sample: Sample, plan: SequencePlan, objective: Objective) -> Corrupt
 
 
 def _refuse_mask_in_text(sample: Sample, objective: Objective) -> None:
-    there = sample.tokens == objective.mask_token_id
+    there = (sample.tokens == objective.mask_token_id) & (sample.document >= 0)
     if objective.noise == "absorbing" and there.any():
         ordinal = int(sample.document[np.argmax(there)])
         raise ValueError(

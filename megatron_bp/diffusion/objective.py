@@ -73,6 +73,11 @@ class Objective:
             raise ValueError(
                 f"--noise-interval {low} {high}: must be 0 <= a < b <= 1; the default is 1e-3 1"
             )
+        if high < 1e-6 and self.weighting != "one":
+            raise ValueError(
+                f"--noise-interval {low} {high}: with --loss-weighting {self.weighting} the weight "
+                f"of a token is about 1/t, and beyond float32 for such t; raise the upper end"
+            )
         if not 0 <= self.mask_token_id < self.vocabulary:
             raise ValueError(
                 f"--mask-token-id {self.mask_token_id}: must be an id of the true vocabulary, "

@@ -167,8 +167,8 @@ class Metrics:
             batch: this rank's rows.
             cost: this rank's planned work in visible pairs.
             exchange: knows the bytes sent once the backward is done.
-            bytes_of_text: of the whole sample on one rank of the slot, 0 on the others; NaN where
-                the data does not tell.
+            bytes_of_text: of the whole sample, in every copy, on one rank of the slot, 0 on the
+                others; NaN where the data does not tell.
         """
         self._pile.bytes_of_text.append(bytes_of_text)
         self._pile.sums.append(sums)

@@ -114,10 +114,10 @@ class Recorder:
         )
         _bins_to_tensorboard(step, iteration)
         if not any(step.count.values()) and _writes():
-            warnings.warn(
-                f"step {iteration}: nothing at all was supervised, so nothing was learned; check "
-                f"the data's supervised spans",
-                stacklevel=2,
+            print(
+                f"megatron_bp: step {iteration}: nothing at all was supervised, so nothing was "
+                f"learned; check the data's supervised spans and --never-corrupt-ids",
+                flush=True,
             )
 
     def _write(self, row: dict[str, Any]) -> None:

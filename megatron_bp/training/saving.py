@@ -45,16 +45,21 @@ def check_load(args: Namespace) -> None:
             f"--save {args.save} holds the checkpoints of a run that this one does not go on from, "
             f"and would write over: give --load {args.save} to go on, or another --save"
         )
-    start = args.pretrained_checkpoint
+    start, step = args.pretrained_checkpoint, getattr(args, "ckpt_step", None)
     if start and not (Path(start) / TRACKER).is_file():
         raise LoadError(
             f"--pretrained-checkpoint {start}: holds no checkpoint ({TRACKER} is not there)"
         )
+    if start and step and not (args.load and (Path(args.load) / TRACKER).is_file()):
+        steps = complete_steps(Path(start))
+        if step not in steps:
+            there = f"complete in {start}: {', '.join(map(str, steps)) or 'none'}"
+            raise LoadError(f"--ckpt-step names step {step}, which is not complete; {there}")
+        return
     if not args.load or args.ckpt_format != "torch_dist":
         return
     folder = Path(args.load)
     tracker = folder / TRACKER
-    step = getattr(args, "ckpt_step", None)
     if not step and not tracker.is_file():
         if args.exit_on_missing_checkpoint or args.finetune or not _same_folder(args):
             raise LoadError(

@@ -151,13 +151,18 @@ def forward_step(
         settings.nonfinite.check(forward.output, micro.sample, model.training)
     if settings.metrics is not None:
         cost = int(micro.plan.cost[forward.slot_rank])
-        text = float(micro.sample.document_bytes.sum()) if forward.slot_rank == 0 else 0.0
+        text = bytes_of_text(micro) if forward.slot_rank == 0 else 0.0
         settings.metrics.add(sums, forward.batch, cost, forward.layout.exchange, text)
     terms = forward.batch.terms
     count = sum(terms[k].count for k in micro.scales.reference)
     by = divisors([term.count for term in terms], [term.joint for term in terms])
     reports = {f"{term.name} loss": report(sums.by_term[k], by[k]) for k, term in enumerate(terms)}
     return forward.output, partial(loss_function, count, reports)
+
+
+def bytes_of_text(micro: MicroBatch) -> float:
+    """Bytes of the sample's text, once for each copy: the diffusion sum has every copy's tokens."""
+    return float(micro.sample.document_bytes.sum()) * micro.plan.options.copies
 
 
 def loss_function(

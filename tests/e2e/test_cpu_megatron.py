@@ -38,7 +38,7 @@ def train(ranks: int, *flags: str) -> list[tuple[int, float]]:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert done.stdout.count("megatron_bp: no CUDA device found") == 1  # rank 0 alone says so
+    assert done.stderr.count("megatron_bp: no CUDA device found") == 1  # rank 0 alone says so
     lines = re.findall(r"iteration +(\d+)/.*?\| lm loss: (\S+)", done.stdout + done.stderr)
     return [(int(step), float(loss)) for step, loss in lines]
 

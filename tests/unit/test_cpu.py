@@ -10,18 +10,19 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def python(code: str, **environment: str) -> str:
-    """The standard output of `code`; its failure is ours."""
+    """What `code` prints, errors too; its failure is ours."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     clean |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         env=clean | environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 

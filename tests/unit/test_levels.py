@@ -351,6 +351,13 @@ def test_an_objective_that_cannot_be_is_refused(change: dict[str, object], words
         ({"weighting": "one"}, False),
         ({"weighting": "inverse_p"}, False),
         ({"schedule": "cosine", "weighting": "inverse_p"}, False),
+        ({"alignment": "next"}, False),
+        ({"scored": "all"}, False),
+        ({"count": "corrupted"}, False),
+        ({"count": "joint"}, False),
+        ({"never_corrupt": (3,)}, False),
+        ({"exclude_mask_logit": True}, True),
+        ({"self_conditioning": 0.5}, True),
     ],
 )
 def test_what_is_a_bound(change: dict[str, object], bound: bool) -> None:

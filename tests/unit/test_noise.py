@@ -345,6 +345,16 @@ def test_extreme_draws_keep_the_level_in_the_interval(
     assert np.isfinite(result.terms[0].weights).all()
 
 
+def test_padding_is_no_text_that_holds_the_mask() -> None:
+    text = Document(np.array([5, 6, 7], dtype=np.int32), np.ones(3, dtype=bool), 42)
+    for length in (3, 4):
+        sample = pack([text], length)
+        plan = make_plan(sample, SequenceOptions(4))
+        assert corrupt(sample, plan, Objective(0, 9, 1)).tokens.shape == (3,)
+    with pytest.raises(ValueError, match="id 7 stands in the document with key 42"):
+        corrupt(sample, plan, Objective(7, 9, 1))
+
+
 # --- objectives.md section 5, case 4: CE = 1 everywhere ------------------------------------------
 
 

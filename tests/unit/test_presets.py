@@ -208,6 +208,31 @@ def test_diffusion_gemma_by_hand(by_hand: Any) -> None:
     assert (plan.scorer[:15] == 0).all()  # clean rows up to the end are computed for that
 
 
+@pytest.mark.ranks
+def test_views_of_a_pair_under_uniform_noise(by_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token is replaced in one view; p of the second view is 1 - p of the first."""
+    objective, sequence = recipe("fast_dllm_v2")
+    same = replace(objective, noise="uniform", alignment="same")
+    plan = make_plan(chats(), replace(sequence, alignment="same"))
+    made = corrupt(chats(), plan, same)
+    # [0,4): 13 in the first view. [4,7): 14 and 16, then 15. [8,10): 19, then 18. [10,14): 32, then
+    # 33. [14,15): 34, then nothing. Ids become 49 and 24.
+    assert made.tokens.tolist() == [
+        *(10, 11, 12, 49),
+        *(10, 11, 12, 13),
+        *(49, 15, 49),
+        *(14, 49, 16),
+        *(18, 49),
+        *(49, 19),
+        *(30, 31, 24, 33),
+        *(30, 31, 32, 24),
+        24,
+        34,
+    ]
+    t = [[0.5] * 4, [0.25] * 3, [0.5] * 2, [0.25] * 4, [1.0]]
+    assert made.p.tolist() == [p for block in t for p in (*block, *(1 - x for x in block))]
+
+
 # --- packed or alone -----------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from megatron_bp.diffusion.objective import Objective
 from megatron_bp.sequence.packing import Sample, pack
 from megatron_bp.sequence.plan import SequenceOptions, make_plan
 from megatron_bp.training.reader import MicroBatch, StepReader
+from megatron_bp.training.step import bytes_of_text
 
 DIFFUSION = Objective(mask_token_id=98, vocabulary=99, seed=3)
 BOTH = replace(DIFFUSION, diffusion_weight=0.3, ar_weight=0.7)
@@ -267,6 +268,30 @@ def test_a_single_term_needs_no_group_and_reads_a_step_at_once() -> None:
     assert read == [3, 3, 3, 6, 6, 6]
     assert first_keys(got) == [0, 1, 2, 3, 4, 5]
     assert {m.scales for m in got} == {TermScales((0,), (1.0,))}
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_bits_per_byte_do_not_depend_on_the_number_of_copies(copies: int) -> None:
+    """Sum and count have every copy; so must the bytes that they are set against."""
+    text = replace(document(list(range(8))), bytes=24.0)
+    batch = default_collate([SampleDataset(Just(text), 8, 0)[0]])
+    options = replace(OPTIONS, copies=copies)
+    micro = StepReader(options, DIFFUSION).take(iter([batch]), 1, None, CPU)  # type: ignore[arg-type]
+    assert micro.corruption.terms[0].count == 8 * copies
+    assert bytes_of_text(micro) == 24 * copies
+
+
+class Just:
+    """One sample of one document."""
+
+    def __init__(self, text: Document) -> None:
+        self.text = text
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        return {"documents": (self.text,)}
 
 
 def test_iterators_do_not_mix() -> None:
