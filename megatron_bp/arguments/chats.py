@@ -37,8 +37,8 @@ def add_chat_flags(group: Any) -> None:
         "--answer-fill",
         choices=["none", "eos"],
         default="none",
-        help="An answer that ends a chat is filled up to the end of its block with the tokenizer's "
-        "end-of-document id, supervised.",
+        help="A chat's last answer is filled up to the end of its block with the tokenizer's "
+        "end-of-document id, supervised, in place of what follows it.",
     )
     add(
         "--print-samples",

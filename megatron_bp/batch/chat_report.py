@@ -55,7 +55,8 @@ def counts(part: ChatDataset) -> str:
     return (
         f"{len(kept)} chats in {rows} rows an epoch, {tokens / (rows * part.policy.length):.1%} "
         f"full; {int(facts.supervised[kept].sum()) / tokens:.1%} of tokens supervised, of which "
-        f"{int(facts.filled[kept].sum())} fill answers up; {left_out(facts, part.indices)}"
+        f"{int(facts.filled[kept].sum())} fill up {int((facts.filled[kept] > 0).sum())} answers; "
+        f"{left_out(facts, part.indices)}"
     )
 
 
