@@ -14,10 +14,9 @@ from megatron_bp.batch.balance import Balanced, CostedBlend
 from megatron_bp.batch.dataset import FirstSamples, SampleDataset
 from megatron_bp.data.description import description
 from megatron_bp.data.pretrain import blend_place
-from megatron_bp.data.sft import ChatDataset, left_out
+from megatron_bp.data.sft import NAMES, ChatDataset, left_out
 
 Decode = Callable[[list[int]], str]
-NAMES = ("training", "validation", "test")
 MOST = 2000  # characters of a run that are shown
 
 
