@@ -37,8 +37,8 @@ def add_chat_flags(group: Any) -> None:
         "--answer-fill",
         choices=["none", "eos"],
         default="none",
-        help="An answer that ends a chat is filled up to the end of its block with the tokenizer's "
-        "end-of-document id, supervised.",
+        help="A chat's last answer is filled up to the end of its block with the tokenizer's "
+        "end-of-document id, supervised, in place of what follows it.",
     )
     add(
         "--print-samples",
@@ -95,8 +95,14 @@ def check_chats(args: Namespace, prefix: str) -> None:
 
 
 def _refuse_mixed(args: Namespace, prefix: str, sizes: NDArray[np.int64]) -> None:
-    """Refuse a response that ends inside a block of the grid with a prompt after it."""
+    """Refuse a response that ends inside a block of the grid with a prompt after it.
+
+    Only what is trained on is looked at: not the chats that are dropped as longer than a row, nor
+    what a cut leaves out.
+    """
     mask = supervised_of(prefix)
+    length = args.bdlm_seq_length
+    kept = np.where(sizes <= length, sizes, length if args.overlong_chats == "truncate" else 0)
     assert mask is not None
     before = np.append(0, np.cumsum(sizes))
     first = 0
@@ -107,13 +113,17 @@ def _refuse_mixed(args: Namespace, prefix: str, sizes: NDArray[np.int64]) -> Non
         document = np.repeat(np.arange(len(part), dtype=np.int32), part)
         position = np.arange(len(document)) - np.repeat(np.cumsum(part) - part, part)
         supervised = mask.of(int(before[first]), len(document))
-        place = first_mixed(
-            document,
-            position.astype(np.int32),
-            args.diffusion_block_size,
-            supervised,
-            args.block_grid,
-        )
+        here = position < kept[first:last][document]
+        document, position, supervised = document[here], position[here], supervised[here]
+        place = None
+        if here.any():
+            place = first_mixed(
+                document,
+                position.astype(np.int32),
+                args.diffusion_block_size,
+                supervised,
+                args.block_grid,
+            )
         if place is not None:
             no(
                 f"--response-end refuse: in chat {first + document[place]} of {prefix} a response "

@@ -14,10 +14,9 @@ from megatron_bp.batch.balance import Balanced, CostedBlend
 from megatron_bp.batch.dataset import FirstSamples, SampleDataset
 from megatron_bp.data.description import description
 from megatron_bp.data.pretrain import blend_place
-from megatron_bp.data.sft import ChatDataset, left_out
+from megatron_bp.data.sft import NAMES, ChatDataset, left_out
 
 Decode = Callable[[list[int]], str]
-NAMES = ("training", "validation", "test")
 MOST = 2000  # characters of a run that are shown
 
 
@@ -55,7 +54,8 @@ def counts(part: ChatDataset) -> str:
     return (
         f"{len(kept)} chats in {rows} rows an epoch, {tokens / (rows * part.policy.length):.1%} "
         f"full; {int(facts.supervised[kept].sum()) / tokens:.1%} of tokens supervised, of which "
-        f"{int(facts.filled[kept].sum())} fill answers up; {left_out(facts, part.indices)}"
+        f"{int(facts.filled[kept].sum())} fill up {int((facts.filled[kept] > 0).sum())} answers; "
+        f"{left_out(facts, part.indices)}"
     )
 
 

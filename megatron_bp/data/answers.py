@@ -1,4 +1,4 @@
-"""A chat as it is trained with: cut to a row, or its last answer filled up to the end of its block.
+"""A chat as it is trained with: cut to a row, or its last answer filled up to its block's end.
 
 Pure functions of one chat's ids and mask. Knows nothing of packing, noise or ranks.
 """
@@ -23,8 +23,8 @@ class ChatPolicy:
         grid: blocks count from the chat's start, or anew from the start of each response.
         overlong: what becomes of a chat that is longer than a row: an error ("refuse"), its first
             `length` tokens ("truncate"), or nothing ("drop").
-        fill: id that a whole answer at the end of a chat is filled up with, to the end of its last
-            block; None for no filling.
+        fill: id that a chat's last answer is filled up with, to the end of its last block, in place
+            of what follows it; None for no filling.
         row_cost: linear work of one row of the network in visible pairs, for costs.
     """
 
@@ -36,32 +36,39 @@ class ChatPolicy:
     row_cost: int = 0
 
 
-def filling(
+def kept_and_added(
     tokens: int | NDArray[np.int64],
-    last_supervised: bool | NDArray[np.bool_],
+    end: int | NDArray[np.int64],
     last_run: int | NDArray[np.int64],
     policy: ChatPolicy,
-) -> NDArray[np.int64]:
-    """int64, in the shape of the arguments: ids that are added to chats of so many tokens.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(int64, int64) in the shape of the arguments: tokens that stay of a chat, ids added to them.
 
-    Example, blocks of 4, a chat of 3 prompt and 4 answer tokens, x the filling:
+    With filling, what follows the last supervised token (the line break that a template renders
+    after an end of turn, say) does not stay: generation ends there, and nothing after it is scored.
+    Example, blocks of 4, a chat of 3 prompt and 4 answer tokens and one after them, x the filling:
 
         grid document   p p p a | a a a x      grid response   p p p | a a a a
 
-    A chat that is longer than a row gets none, whether cut or not; none reaches beyond the row.
+    A chat that is longer than a row, with all that follows its answers, is cut to the row and gets
+    no filling, whatever the cut leaves; nor does one without a supervised token. No filling reaches
+    beyond the row.
 
     Args:
         tokens: of the chat, before it is cut.
-        last_supervised: whether its last token is supervised.
-        last_run: where the last run of supervised tokens starts, if so.
+        end: where its last run of supervised tokens ends; 0 if there is none.
+        last_run: where that run starts.
         policy: what is done to chats.
     """
+    size = np.asarray(tokens, dtype=np.int64)
+    kept = np.minimum(size, policy.length)
     if policy.fill is None:
-        return np.zeros(np.shape(tokens), dtype=np.int64)
+        return kept, np.zeros_like(kept)
+    filled = (size <= policy.length) & (np.asarray(end) > 0)
+    kept = np.where(filled, end, kept)
     origin = 0 if policy.grid == "document" else last_run
-    missing = -(np.asarray(tokens) - origin) % policy.block_size
-    room = np.maximum(policy.length - np.asarray(tokens), 0)
-    return np.where(last_supervised, np.minimum(missing, room), 0).astype(np.int64)
+    missing = -(kept - origin) % policy.block_size
+    return kept, np.where(filled, np.minimum(missing, policy.length - kept), 0)
 
 
 def as_trained(
@@ -83,12 +90,14 @@ def as_trained(
             raise ValueError(f"a chat of {n} tokens is longer than a row of {policy.length}")
         kept = policy.length if policy.overlong == "truncate" else 0
         return tokens[:kept], supervised[:kept]
-    if n == 0 or policy.fill is None:
+    if policy.fill is None:
         return tokens, supervised
-    prompts = np.flatnonzero(~supervised)
+    places = np.flatnonzero(supervised)
+    end = int(places[-1]) + 1 if len(places) else 0
+    prompts = np.flatnonzero(~supervised[:end])
     last_run = int(prompts[-1]) + 1 if len(prompts) else 0
-    added = int(filling(n, bool(supervised[-1]), last_run, policy))
+    kept, added = map(int, kept_and_added(n, end, last_run, policy))
     return (
-        np.append(tokens, np.full(added, policy.fill, dtype=np.int32)),
-        np.append(supervised, np.ones(added, dtype=np.bool_)),
+        np.append(tokens[:kept], np.full(added, policy.fill, dtype=np.int32)),
+        np.append(supervised[:kept], np.ones(added, dtype=np.bool_)),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_bp.data.answers import ChatPolicy, filling
+from megatron_bp.data.answers import ChatPolicy, kept_and_added
 from megatron_bp.data.indexed import DataError
 from megatron_bp.data.supervised import SupervisedMask
 
@@ -72,13 +72,12 @@ def catalogue(
         part = slice(start, stop)
         facts[:, part] = _of_chunk(sizes[part], mask, int(first[start]), policy.length)
         start = stop
-    whole, kept, places, last, last_run = facts
+    whole, kept, places, end, last_run = facts
     overlong = (sizes > policy.length) & (policy.overlong == "drop")
     unsupervised = (kept == 0) & ~overlong
     left = ~overlong & ~unsupervised
-    filled = np.where(left, filling(sizes, last.astype(np.bool_), last_run, policy), 0)
-    cut = np.minimum(sizes, policy.length)
-    tokens = np.where(left, cut + filled, 0)
+    cut, filled = (np.where(left, n, 0) for n in kept_and_added(sizes, end, last_run, policy))
+    tokens = cut + filled
     supervised = np.where(left, kept + filled, 0)
     seen = places + filled * cut + filled * (filled - 1) // 2
     cost = tokens * (tokens + policy.block_size) // 2 + seen + supervised * policy.block_size
@@ -113,8 +112,8 @@ def _of_chunk(
 ) -> NDArray[np.int64]:
     """int64[5, C'] of chats one after the other, from the runs of their masks.
 
-    Supervised tokens, those in the first `length` tokens, the sum of their positions, whether the
-    last token is supervised, and where the last run of supervised tokens starts, if it is.
+    Supervised tokens, those in the first `length` tokens, the sum of their positions, and where the
+    last run of supervised tokens ends and starts; 0 where there is none.
     """
     begin = np.cumsum(sizes) - sizes
     bits = mask.of(first, int(sizes.sum()))
@@ -129,7 +128,6 @@ def _of_chunk(
     np.add.at(out[0], chat, stop - start)
     np.add.at(out[1], chat, b - a)
     np.add.at(out[2], chat, (a + b - 1) * (b - a) // 2)
-    last = stop == sizes[chat]
-    out[3, chat[last]] = 1
-    out[4, chat[last]] = start[last]
+    np.maximum.at(out[3], chat, stop)
+    np.maximum.at(out[4], chat, start)
     return out

@@ -43,6 +43,7 @@ def check_description(prefix: str, said: Mapping[str, Any], documents: int, toke
         DataError: they are not, or a file was changed.
     """
     for name, count in (("documents", documents), ("tokens", tokens)):
+        check_number(prefix, name, said.get(name, count))
         if said.get(name, count) != count:
             raise DataError(
                 f"{prefix}.json: says {said[name]} {name}, and there are {count}: it belongs to "
@@ -70,6 +71,21 @@ def check_description(prefix: str, said: Mapping[str, Any], documents: int, toke
                 f"it was changed after it was prepared; {AGAIN}"
             )
     return "verified"
+
+
+def check_number(prefix: str, name: str, value: Any) -> None:
+    """Raise a DataError if what P.json says of a count is no whole number, such as a text of one.
+
+    Args:
+        prefix: P.
+        name: of the field.
+        value: what P.json says.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise DataError(
+            f"{prefix}.json: {name} is {value!r}, and has to be a whole number; write it as one, "
+            f"or {AGAIN}"
+        )
 
 
 def unreadable(prefix: str, error: OSError) -> DataError:

@@ -30,6 +30,8 @@ from megatron_bp.data.indexed import DataError
 from megatron_bp.data.order import CHATS, alike, shuffled
 from megatron_bp.data.supervised import SupervisedMask, supervised_of
 
+NAMES = ("training", "validation", "test")
+
 
 @dataclass
 class ChatConfig(GPTDatasetConfig):
@@ -89,11 +91,7 @@ class ChatDataset(MegatronDataset):
         self.policy = config.policy
         self.kept = indices[dataset.facts.kept[indices]].astype(np.int64)
         if num_samples and not len(self.kept):
-            raise DataError(
-                f"the {index_split.name} split of {dataset.path_prefix} has {len(indices)} chats "
-                f"and none that can be trained with ({left_out(dataset.facts, indices)}): prepare "
-                f"more data, change --split, or raise --seq-length"
-            )
+            raise DataError(self._nothing())
         self.rows, self.epoch_start = self._epochs()
         self.costs = self.rows.sums(dataset.facts.cost)
 
@@ -166,18 +164,43 @@ class ChatDataset(MegatronDataset):
         """The rows of as many epochs as are wanted, and int64[E + 1], where each begins."""
         if self.num_samples == 0:
             return Rows(np.zeros(0, np.int64), np.zeros(1, np.int64)), np.zeros(1, np.int64)
-        cache = self._cache()
+        cache, first_rank = self._cache(), not dist.is_initialized() or dist.get_rank() == 0
         if cache is not None and cache.is_file():
-            with np.load(cache) as stored:
-                return Rows(stored["chats"], stored["start"]), stored["epoch_start"]
+            try:
+                return _stored(cache)
+            except Exception as error:  # np.load raises all kinds for a damaged file
+                if first_rank:
+                    print(
+                        f"megatron_bp: {cache}: is damaged ({error}); its rows are made again",
+                        flush=True,
+                    )
         rows, epoch_start = self._build()
-        if cache is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        if cache is not None and first_rank:
             cache.parent.mkdir(parents=True, exist_ok=True)
             fresh = cache.with_suffix(f".{os.getpid()}.tmp")
             with open(fresh, "wb") as stream:
                 np.savez(stream, chats=rows.chats, start=rows.start, epoch_start=epoch_start)
             os.replace(fresh, cache)
         return rows, epoch_start
+
+    def _nothing(self) -> str:
+        """Why a split has no row, and the ways out."""
+        facts, indices = self.dataset.facts, self.indices
+        told = (
+            f"the {NAMES[self.index_split.value]} split of {self.dataset.path_prefix} (--split "
+            f"{self.config.split}) has "
+        )
+        if not len(indices):
+            told += f"none of its {len(facts.tokens)} chats"
+        else:
+            told += f"{len(indices)} chats and none that can be trained with ("
+            told += f"{left_out(facts, indices)})"
+        ways = ["prepare more chats", "change --split"]
+        if facts.overlong[indices].any():
+            ways.append("raise --seq-length")
+        if self.index_split != Split.train:
+            ways.append("set --eval-iters 0")
+        return f"{told}: {', '.join(ways[:-1])}, or {ways[-1]}"
 
     def _build(self) -> tuple[Rows, NDArray[np.int64]]:
         facts, length = self.dataset.facts, self.policy.length
@@ -209,6 +232,12 @@ class ChatDataset(MegatronDataset):
         told.update(facts.cost.tobytes())
         name = told.hexdigest()[:32]
         return Path(folder) / f"{name}-{type(self).__name__}-{self.index_split.name}.npz"
+
+
+def _stored(cache: Path) -> tuple[Rows, NDArray[np.int64]]:
+    """The rows in a file and where each epoch begins; any error if it is not as it was written."""
+    with np.load(cache, allow_pickle=False) as stored:
+        return Rows(stored["chats"], stored["start"]), stored["epoch_start"]
 
 
 def left_out(facts: Catalogue, chats: NDArray[np.int32] | NDArray[np.int64]) -> str:

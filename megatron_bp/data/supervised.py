@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_bp.data.description import description, unreadable
+from megatron_bp.data.description import check_number, description, unreadable
 from megatron_bp.data.indexed import AGAIN, DataError, chunks, read_index
 
 KINDS = ("text", "chats")
@@ -95,6 +95,7 @@ def check_supervised(prefix: str) -> None:
         return
     got = mask.count()
     want = description(prefix).get("supervised_tokens", got)
+    check_number(prefix, "supervised_tokens", want)
     if got != want:
         raise DataError(
             f"{prefix}.supervised.npy: {got} supervised tokens, and {prefix}.json says {want}; "

@@ -1,6 +1,6 @@
 """Cutting and filling of chats by hand, and the same numbers for a whole data set at once.
 
-In the tables p is a prompt token, a an answer's, x filling; ids are their places, filling is 99.
+In the tables p is a prompt token, a an answer's, x filling; ids are their places, filling is 999.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_bp.data.indexed import DataError
 from megatron_bp.data.supervised import supervised_of
 from megatron_bp.sequence.blocks import block_grid
 
-FILL = 99
+FILL = 999
 
 
 def policy(**changes: Any) -> ChatPolicy:
@@ -40,21 +40,34 @@ def policy(**changes: Any) -> ChatPolicy:
         # All of it an answer.
         ("aaaaa", {}, "aaaaaxxx"),
         ("aaaaa", {"grid": "response"}, "aaaaaxxx"),
-        # It ends with a prompt, or with what ends a turn unsupervised: nothing to fill.
-        ("paap", {"length": 20}, "paap"),
-        ("papap", {}, "papap"),
+        # What follows the last answer is cut off, then it is filled: 3 + 1, 4 + 0, 1 + (2 + 2).
+        ("paap", {}, "paax"),
+        ("papap", {}, "papa"),
+        ("paapp", {"grid": "response"}, "paaxx"),
+        ("appppaaappp", {"length": 20, "grid": "response"}, "appppaaax"),
+        ("appppp", {}, "axxx"),
+        # There is no answer: nothing to fill, nothing cut.
+        ("ppp", {}, "ppp"),
+        ("pp", {"grid": "response"}, "pp"),
+        # Without filling all stays.
+        ("paap", {"fill": None}, "paap"),
         # No filling asked for.
         ("pppaaa", {"fill": None}, "pppaaa"),
         # The row ends before the block does.
         ("ppppppppa", {}, "ppppppppax"),
         ("ppppppppaa", {}, "ppppppppaa"),
         ("ppppppppa", {"length": 9}, "ppppppppa"),
+        ("ppppppppap", {}, "ppppppppax"),
+        ("pppppaaaap", {}, "pppppaaaax"),
         # Longer than the row: cut, and never filled, wherever the cut falls.
         ("ppppppaaaaaa", {"overlong": "truncate"}, "ppppppaaaa"),
         ("pppppaaaapap", {"overlong": "truncate"}, "pppppaaaap"),
         ("ppppppppaaaa", {"overlong": "truncate", "length": 9}, "ppppppppa"),
         ("ppppppppppaa", {"overlong": "truncate"}, "pppppppppp"),
         ("ppppppaaaaaa", {"overlong": "drop"}, ""),
+        # It is judged by its length with what follows its answer.
+        ("ppppppaaapp", {"overlong": "truncate"}, "ppppppaaap"),
+        ("ppppppaaapp", {"overlong": "drop"}, ""),
         ("", {}, ""),
     ],
 )
@@ -79,10 +92,10 @@ def test_filling_ends_where_the_plans_block_does(grid: Any) -> None:
     for ids, mask in random_chats(100):
         tokens, supervised = np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_)
         got, scored = as_trained(tokens, supervised, policy(length=80, grid=grid))
-        assert len(got) - len(ids) < 4
-        if not mask[-1]:
+        assert (got == FILL).sum() < 4
+        if not any(mask):
             continue
-        filled += len(got) > len(ids)
+        filled += bool((got == FILL).any())
         n = len(got) + 1
         blocks = block_grid(
             np.zeros(n, np.int32), np.arange(n, dtype=np.int32), 4, np.append(scored, True), grid
@@ -139,7 +152,7 @@ def test_the_catalogue_is_what_each_chat_becomes(
         assert facts.truncated[i] == (len(ids) > length)
         assert facts.tokens[i] == len(got)
         assert facts.supervised[i] == scored.sum()
-        assert facts.filled[i] == max(len(got) - len(ids), 0)
+        assert facts.filled[i] == (got == FILL).sum()
         places = np.flatnonzero(scored)
         assert facts.cost[i] == len(got) * (len(got) + 4) // 2 + int((places + 4).sum())
 

@@ -60,6 +60,38 @@ def test_a_response_that_shares_a_block_with_a_prompt_is_refused_at_the_start(
     )
 
 
+@pytest.mark.parametrize(
+    ("marks", "how", "refused"),
+    [
+        # In rows of 12: the whole chat has a prompt after its response of 2, and a later response.
+        ("..xx..xx.", "truncate", None),  # sound: 4 and 8
+        ("..xxx.......x", "truncate", None),  # the response that makes the rest a prompt is cut off
+        ("..xxx......xx", "truncate", "in chat 1 .* at token 5,"),  # one token of it stays
+        ("..xxx.......x", "drop", None),
+        ("..xxx......x", "drop", "in chat 1 .* at token 5,"),  # as long as a row: not dropped
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 1 << 22])
+def test_responses_that_are_not_trained_on_are_not_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: int,
+    marks: str,
+    how: str,
+    refused: str | None,
+) -> None:
+    monkeypatch.setattr(of_chats, "TOKENS_AT_ONCE", at_once)
+    chats = [([1] * len(m), [int(c == "x") for c in m]) for m in ("..xxxxxx..x", marks, "xxxx.x")]
+    prefix = write_chats(tmp_path / "chats", chats)
+    flags = {"response_end": "refuse", "bdlm_seq_length": 12}
+    args = Namespace(**vars(arguments("--chats", "--overlong-chats", how)) | flags)
+    if refused is None:
+        check_chats(args, prefix)
+    else:
+        with pytest.raises(RefusedError, match=refused):
+            check_chats(args, prefix)
+
+
 # --- the kind of data ----------------------------------------------------------------------------
 
 

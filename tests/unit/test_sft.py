@@ -1,5 +1,6 @@
 """Chats from files through Megatron's data set builder to Samples."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -180,6 +181,32 @@ def test_rows_are_kept_for_the_next_start(build: Build, tmp_path: Path) -> None:
     assert [as_tuple(s) for s in samples(first)] == [as_tuple(s) for s in samples(plain)]
 
 
+@pytest.mark.parametrize("how", ["cut", "changed", "empty"])
+def test_damaged_rows_are_made_again_and_told(
+    build: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    chats = random_chats(90)
+    first, _, _ = build(chats)
+    (stored,) = (tmp_path / "cache").glob("*.npz")
+    whole = stored.read_bytes()
+    middle = len(whole) // 2
+    damaged = {
+        "cut": whole[:middle],
+        "changed": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "empty": b"",
+    }[how]
+    stored.write_bytes(damaged)
+    capsys.readouterr()
+    again, _, _ = build(chats)
+    told = capsys.readouterr().out
+    assert re.search(rf"^megatron_bp: .*{stored.name}: is damaged \(.*its rows are made ", told)
+    assert told.count("\n") == 1
+    assert [as_tuple(s) for s in samples(first)] == [as_tuple(s) for s in samples(again)]
+    assert list((tmp_path / "cache").glob("*.npz")) == [stored]
+    build(chats)
+    assert "damaged" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("what", ["chats", "policy", "batch"])
 def test_rows_of_other_chats_or_settings_are_not_taken(
     build: Build, tmp_path: Path, what: str
@@ -192,6 +219,43 @@ def test_rows_of_other_chats_or_settings_are_not_taken(
     plain, _, _ = build(other, cache=None, **changed)
     assert [as_tuple(s) for s in samples(cached)] == [as_tuple(s) for s in samples(plain)]
     assert len(list((tmp_path / "cache").glob("*.npz"))) == 2
+
+
+# Of 9 and of 8 tokens, of the same cost in blocks of 4: 9 x 13 / 2 + 4 = 8 x 12 / 2 + 6 + 8.
+NINE, EIGHT = ([1] * 9, [1] + [0] * 8), ([1] * 8, [0, 0, 1, 0, 1, 0, 0, 0])
+
+
+@pytest.mark.parametrize("what", ["cost", "tokens"])
+def test_rows_are_not_taken_where_cost_or_tokens_alone_differ(
+    build: Build, tmp_path: Path, what: str
+) -> None:
+    """The name of the kept rows tells both: the same sizes under another mask, and the reverse."""
+    if what == "tokens":
+        one, other = [NINE] * 40, [EIGHT] * 40
+    else:
+        one = [([1] * (21 + i % 20), [1] + [0] * (20 + i % 20)) for i in range(90)]
+        other = [(ids, [1] * len(ids) if i % 3 else mask) for i, (ids, mask) in enumerate(one)]
+    first = part(build(one)[TRAIN]).dataset.facts
+    cached, _, _ = build(other)
+    facts = part(cached).dataset.facts
+    assert (first.cost.tolist() == facts.cost.tolist()) == (what == "tokens")
+    assert (first.tokens.tolist() == facts.tokens.tolist()) == (what == "cost")
+    plain, _, _ = build(other, cache=None)
+    assert [as_tuple(s) for s in samples(cached)] == [as_tuple(s) for s in samples(plain)]
+    assert len(list((tmp_path / "cache").glob("*.npz"))) == 2
+
+
+def test_batches_of_like_cost_begin_where_global_batches_do_in_every_epoch(build: Build) -> None:
+    """401 rows of a chat each in batches of 4: the second epoch begins inside of a global batch."""
+    chats = [([1] * (21 + i % 20), [1] * (21 + i % 20)) for i in range(401)]
+    train, _, _ = build(chats, sizes=(802, 0, 0), cache=None)
+    data = part(train)
+    assert data.epoch_start.tolist() == [0, 401, 802, 1203]
+    costs = data.costs / np.ptp(data.costs)
+    for first in (0, 404, 804):  # of 99 whole global batches of an epoch each
+        spans = np.ptp(costs[first : first + 396].reshape(-1, 4), axis=1)
+        assert spans.mean() < 0.12
+    assert np.ptp(costs[401 : 401 + 396].reshape(-1, 4), axis=1).mean() > 0.25
 
 
 def test_rows_of_a_global_batch_go_by_cost_and_are_the_same_set(build: Build) -> None:
@@ -328,14 +392,38 @@ def test_what_is_left_out_is_counted(build: Build) -> None:
     ]
     train, _, _ = build(chats, overlong="truncate", sizes=(4, 0, 0))
     assert counts(part(train)) == (
-        "2 chats in 2 rows an epoch, 62.5% full; 50.0% of tokens supervised, of which 0 fill "
-        "answers up; 0 dropped as longer than a row, 2 dropped with nothing supervised, 1 truncated"
+        "2 chats in 2 rows an epoch, 62.5% full; 50.0% of tokens supervised, of which 0 fill up 0 "
+        "answers; 0 dropped as longer than a row, 2 dropped with nothing supervised, 1 truncated"
     )
     train, _, _ = build(chats, overlong="drop", sizes=(4, 0, 0), fill=256)
     assert counts(part(train)) == (
-        "1 chats in 1 rows an epoch, 30.0% full; 58.3% of tokens supervised, of which 2 fill "
-        "answers up; 2 dropped as longer than a row, 1 dropped with nothing supervised, 0 truncated"
+        "1 chats in 1 rows an epoch, 30.0% full; 58.3% of tokens supervised, of which 2 fill up 1 "
+        "answers; 2 dropped as longer than a row, 1 dropped with nothing supervised, 0 truncated"
     )
+
+
+def test_a_chat_that_ends_as_chatml_does_is_filled(build: Build) -> None:
+    """The line break after the end of turn is not supervised: filling takes its place.
+
+    With blocks from the chat's start the two chats are of 7 + 1 and of 8 tokens; bytes are those of
+    the answers, which stay.
+    """
+    ids = [*b"Q: ?A!", 256, ord("\n")]
+    short, even = (ids, [0] * 4 + [1] * 3 + [0]), ([1, *ids], [0] * 5 + [1] * 3 + [0])
+    how = {"bytes_of": [2, 5], "sizes": (4, 0, 0), "batch": 2, "fill": 256}
+    train, _, _ = build([short, even], **how)
+    assert "of which 1 fill up 1 answers" in counts(part(train))
+    one, two = (part(train).chat(number) for number in (0, 1))
+    assert one.tokens.tolist() == [*ids[:7], 256]
+    assert one.supervised.tolist() == [False] * 4 + [True] * 4
+    assert two.tokens.tolist() == [1, *ids[:7]]
+    assert (one.bytes, two.bytes) == (2.0, 5.0)
+    facts = part(train).dataset.facts
+    assert facts.tokens.tolist() == [8, 8]
+    train, _, _ = build([short, even], grid="response", **how)
+    assert part(train).chat(0).tokens.tolist() == [*ids[:7], 256]
+    assert part(train).chat(1).tokens.tolist() == [1, *ids[:7], 256]
+    assert "of which 2 fill up 2 answers" in counts(part(train))
 
 
 def test_bytes_of_a_cut_chat_are_in_proportion(build: Build) -> None:
@@ -357,8 +445,38 @@ def test_an_overlong_chat_is_an_error(build: Build) -> None:
 
 def test_a_split_without_a_chat_is_an_error(build: Build) -> None:
     chats = random_chats(4) + [([1] * 9, [0] * 9)] * 4
-    with pytest.raises(DataError, match=r"valid split of .* 4 chats and none .* 4 dropped with"):
+    with pytest.raises(DataError) as error:
         build(chats, sizes=(4, 4, 0), evaluation=4, split="1,1,0")
+    told = str(error.value)
+    assert re.search(
+        r"the validation split of .*data0 \(--split 1,1,0\) has 4 chats and none", told
+    )
+    assert "4 dropped with nothing supervised" in told
+    assert told.endswith(": prepare more chats, change --split, or set --eval-iters 0")
+    with pytest.raises(
+        DataError, match=r"the training split .*: prepare more chats, or change --s"
+    ):
+        build(chats[4:], sizes=(4, 0, 0))
+    long = [([1] * 50, [1] * 50)] * 4
+    with pytest.raises(DataError, match=r"change --split, or raise --seq-length$"):
+        build(long, sizes=(4, 0, 0), overlong="drop")
+
+
+@pytest.mark.parametrize(
+    ("n", "split", "empty"), [(1, "95,5,0", "validation"), (3, "80,10,10", "test")]
+)
+def test_too_few_chats_for_a_split_is_told_with_the_ways_out(
+    build: Build, n: int, split: str, empty: str
+) -> None:
+    chats = random_chats(n, unlike=False)
+    with pytest.raises(DataError) as error:
+        build(chats, sizes=(4, 4, 4), evaluation=4, split=split)
+    told = str(error.value)
+    assert f"the {empty} split of " in told
+    assert f"(--split {split}) has none of its {n} chats: prepare more chats, change" in told
+    assert told.endswith("or set --eval-iters 0")
+    train, _, _ = build(chats, sizes=(4, 0, 0), split=split)  # as with --eval-iters 0
+    assert len(samples(train)) >= 4
 
 
 def test_texts_are_no_chats(build: Build, tmp_path: Path) -> None:

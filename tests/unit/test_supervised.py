@@ -83,6 +83,13 @@ def zipped(prefix: str) -> None:
         (save(np.array([0, 8], np.uint8)), r"bits after the last of 11 tokens"),
         (save(np.array([1, 0], np.uint8)), r"1 supervised tokens, and .*p\.json says 5"),
         (say(supervised_tokens=4), r"5 supervised tokens, and .*p\.json says 4"),
+        (
+            say(supervised_tokens="5"),
+            r"p\.json: supervised_tokens is '5', and has to be a whole number",
+        ),
+        (say(supervised_tokens=5.0), r"supervised_tokens is 5\.0, and has to be a whole"),
+        (say(documents="3"), r"p\.json: documents is '3', and has to be a whole number"),
+        (say(tokens=None), r"p\.json: tokens is None, and has to be a whole number"),
         (say(kind="text"), r"a mask, and .*p\.json says that the data are texts"),
         (say(kind="images"), r"p\.json: kind 'images' is none of text, chats"),
         (
