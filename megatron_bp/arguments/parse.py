@@ -4,6 +4,7 @@ Config file and command line -> one list of flags -> what is derived -> what is 
 """
 
 import contextlib
+import logging
 import os
 import sys
 import traceback
@@ -67,6 +68,7 @@ def parse(argv: list[str]) -> Namespace:
         # Megatron prints a thousand lines, and --print-config is to be a file of its own.
         told = sys.stderr if "--print-config" in flags else sys.stdout
         try:
+            _log_to(told)
             with contextlib.redirect_stdout(told):
                 args: Namespace = megatron.parse_and_validate_args(
                     extra_args_provider=add_block_diffusion_flags
@@ -89,6 +91,7 @@ def parse(argv: list[str]) -> Namespace:
             print(f"megatron_bp: {prefix}: {facts}", file=told, flush=True)
             if args.chats:
                 check_chats(args, prefix)
+        _tell_preset(args, told)
         check_load(args)
         check_conditioning(args)
         check_contract(args)
@@ -168,6 +171,13 @@ def preset_flags(objective: str, given: Collection[str]) -> list[str]:
         if not {f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"} & set(given)
     }
     return to_flags(left, full_parser(), f"--objective {objective}")
+
+
+def _log_to(stream: TextIO) -> None:
+    """Megatron's log lines go to a standard output of their own, found when it is imported."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+            handler.setStream(stream)
 
 
 def _tell_preset(args: Namespace, stream: TextIO) -> None:

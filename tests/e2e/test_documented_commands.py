@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -108,7 +109,9 @@ def test_own_data_from_readme_then_summary_and_evaluation(data: str, tmp_path: P
 
     names = [("configs/mine.yaml", str(config)), ("runs/mine", saved)]
     train = find("README.md", "configs/mine.yaml").replace("--nproc", "--standalone --nproc")
-    assert "rows_per_rank" in run(f"{train} {SMALL} --print-config", *names)
+    assert (
+        "rows_per_rank" in yaml.safe_load(run(f"{train} {SMALL} --print-config", *names))["derived"]
+    )
     told = run(f"{train} {SMALL}", *names)
     assert "validation at iteration 3 | loss" in told
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
