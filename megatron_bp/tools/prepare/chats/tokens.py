@@ -21,6 +21,9 @@ from megatron_bp.tools.prepare.chats.spans import Span
 from megatron_bp.tools.prepare.outcome import MisfitError
 from megatron_bp.tools.prepare.tokenizing import EOD_ID
 
+BEFORE_BLANKS = (
+    "let the template's generation prompt end before them, and give --answer-header supervise"
+)
 SHOWN = 20  # characters of a text in an error
 EOD_TEXT = "<|endoftext|>"  # what stands for id 256 in the template of a chat in bytes
 
@@ -107,14 +110,16 @@ class HuggingFaceOffsets:
         return Tokens(np.array(encoded.ids, np.int64), places[:, 0], places[:, 1])
 
     def check_pieces(self) -> None:
-        """Raise a ValueError if the tokenizer puts something before each piece of a text."""
-        whole, parts = self("a\nb"), [self("a\n"), self("b")]
-        text = self._backend.decode(np.concatenate([x.ids for x in parts]).tolist())
-        if text != self._backend.decode(whole.ids.tolist()):
-            raise ValueError(
-                f"--split-at-spans: the tokenizer makes {text!r} of 'a\\n' and 'b', so pieces are "
-                f"not what stands in the text; leave the flag away."
-            )
+        """Raise a ValueError if pieces of a text by themselves become another text."""
+        for one, two in (("a\n", "b"), ("a", " b"), ("a", "\nb"), ("a ", "b")):
+            ids = [self(x).ids for x in (one, two)]
+            text = self._backend.decode(np.concatenate(ids).tolist())
+            if text != self._backend.decode(self(one + two).ids.tolist()):
+                raise ValueError(
+                    f"--split-at-spans: the tokenizer makes {text!r} of {one!r} and {two!r}, so "
+                    f"pieces are not what stands in the text; leave the flag away. For blanks "
+                    f"before an answer that are in its first token, {BEFORE_BLANKS}."
+                )
 
 
 def _untrimmed(said: object) -> None:
@@ -170,8 +175,9 @@ def _check_cuts(
         else:
             continue
         where = ("starts", "ends")[i % 2]
+        blanks = i % 2 == 0 and not sides[0].strip()
         raise MisfitError(
             f"{what} {sides[0]!r} before and {sides[1]!r} after the place where a supervised text "
             f"{where}; with --split-at-spans they are tokenized apart, as when an answer is "
-            f"generated."
+            f"generated.{f' Or, of an answer, {BEFORE_BLANKS}.' if blanks else ''}"
         )
