@@ -295,3 +295,21 @@ def test_a_template_that_renders_otherwise_each_time(tmp_path: Path) -> None:
         ValueError, match=r"1: the template renders the same chat otherwise each ti"
     ):
         run(tmp_path, [chats.turns("a", "yes")], clock)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"role": "human"}, r"First unknown_role: 0/a\.jsonl:1: messages\[0\]: 'human', not"),
+        ({"content": ""}, r"First empty_turn: 0/a\.jsonl:1: messages\[0\]"),
+    ],
+)
+def test_where_no_chat_is_left_the_commonest_reason_is_told(
+    tmp_path: Path, change: dict[str, str], told: str
+) -> None:
+    lines: list[Any] = [chats.turns(f"a {i}", "yes") for i in range(3)]
+    for line in lines:
+        line["messages"][0] |= change
+    with pytest.raises(ValueError, match=rf"None of 1 files .*: mend such documents.*{told}") as no:
+        run(tmp_path, [*lines, {"text": "none"}], PLAIN, strict=False)
+    assert "--suffix" not in str(no.value)
