@@ -77,7 +77,7 @@ WORDS = (
 )
 
 
-def save_tokenizer(folder: Path, trim: bool = False) -> list[str]:
+def save_tokenizer(folder: Path, trim: bool = False, normalizer: Any = None) -> list[str]:
     """Saves a byte-level BPE; returns the flags for it. `trim`: offsets without their blanks."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -85,6 +85,8 @@ def save_tokenizer(folder: Path, trim: bool = False) -> list[str]:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        bpe.normalizer = normalizer
     bpe.post_processor = processors.ByteLevel(trim_offsets=trim)
     trainer = trainers.BpeTrainer(
         vocab_size=500,

@@ -28,6 +28,7 @@ from megatron_bp.arguments.refused import RefusedError
 from megatron_bp.arguments.reshape import check_reshape
 from megatron_bp.arguments.resolved import check_writable, describe, save_resolved
 from megatron_bp.arguments.rules import refuse
+from megatron_bp.arguments.schedule import check_schedule
 from megatron_bp.arguments.self_conditioning import check_conditioning
 from megatron_bp.arguments.versions import check_versions
 from megatron_bp.data.checks import check_indexed
@@ -96,6 +97,7 @@ def parse(argv: list[str]) -> Namespace:
         check_conditioning(args)
         check_contract(args)
         check_reshape(args)
+        check_schedule(args)
         new_run(args)
         resolved = describe(args, argv)
         if args.print_config:

@@ -63,11 +63,13 @@ def test_a_response_that_shares_a_block_with_a_prompt_is_refused_at_the_start(
 @pytest.mark.parametrize(
     ("marks", "how", "refused"),
     [
-        # In rows of 12: the whole chat has a prompt after its response of 2, and a later response.
-        ("..xx..xx.", "truncate", None),  # sound: 4 and 8
+        # Blocks of 4, rows of 12.
+        ("..xx..xx.", "truncate", None),  # sound: responses end at 4 and 8
         ("..xxx.......x", "truncate", None),  # the response that makes the rest a prompt is cut off
         ("..xxx......xx", "truncate", "in chat 1 .* at token 5,"),  # one token of it stays
         ("..xxx.......x", "drop", None),
+        ("..xxx..x.....", "drop", None),  # its first 12 alone would be refused
+        ("..xxx..x.....", "truncate", "in chat 1 .* at token 5,"),
         ("..xxx......x", "drop", "in chat 1 .* at token 5,"),  # as long as a row: not dropped
     ],
 )

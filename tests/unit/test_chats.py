@@ -252,9 +252,10 @@ def test_a_token_after_the_last_turn_alone_is_no_other_history(
     assert template != chats.CHATML
     chat = chats.turns("a", "yes", "b", "no")
     run(tmp_path, [chat], template, tokenizer_flags=flags)
-    assert answers(tmp_path, hugging_face) == ["yes<|im_end|>", "no<|im_end|>"]
+    # Blanks alone are between it and the end of the last turn: it ends that turn, too.
+    assert answers(tmp_path, hugging_face) == ["yes<|im_end|>", "no<|im_end|>\n\n<|eos|>"]
     ((ids, mask),) = chats.read(tmp_path / "p")
-    assert (ids[-1], mask[-1]) == (hugging_face.eos_token_id, False)
+    assert (ids[-1], mask[-1]) == (hugging_face.eos_token_id, True)
 
 
 def test_offsets_without_blanks_do_not_hide_a_token_on_both_sides(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands of docs/data.md run as they stand, in order."""
+"""The commands of docs/data.md, and of own chats in docs/sft.md, as they stand and in order."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,26 @@ def test_every_flag_and_reason_is_told() -> None:
     for reason in REASONS[1:]:
         (row,) = re.findall(rf"^\|.*`{reason}`.*\| (yes|no) \|$", page, re.MULTILINE)
         assert row == ("yes" if reason in FLAWS else "no")
+
+
+def test_own_chats_from_their_page(tmp_path: Path) -> None:
+    """Preparing and one step of training in one process, with the page's config."""
+    for name in ("megatron_bp", "configs/templates", "configs/quickstart.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "configs/sft_quickstart.yaml").symlink_to(ROOT / "configs/sft_quickstart.yaml")
+    page = textwrap.dedent((ROOT / "docs/sft.md").read_text())
+    (bash,) = re.findall(r"^   ```bash\n(.*?)^   ```$", page, re.MULTILINE | re.DOTALL)
+    (config,) = re.findall(r"^   ```yaml\n(.*?)^   ```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "configs/my_chats.yaml").write_text(textwrap.dedent(config))
+    (train,) = re.findall(r"pretrain_bdlm.py (configs/my_chats.yaml .*)", page)
+    small = "--block-parallel-size 1 --train-iters 1 --lr-warmup-iters 0 --seq-length 64"
+    script = textwrap.dedent(bash).replace(PYTHON, sys.executable)
+    script += f"{sys.executable} {ROOT}/pretrain_bdlm.py {train} {small}\n"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        ["bash", "-ec", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "training chats of data/guide/chats: 2 chats in 1 rows an epoch" in ended.stdout
+    assert (tmp_path / "runs/my_chats/metrics.jsonl").is_file()

@@ -89,7 +89,7 @@ def _add_flags_of_chats(group: argparse._ArgumentGroup) -> None:
         "--answer-header",
         choices=ANSWER_HEADERS,
         help="a template's text between its generation prompt and an answer: an error (refuse, the "
-        "default), or left unsupervised (skip)",
+        "default), left unsupervised (skip), or the start of the answer (supervise)",
     )
     add(
         "--answer-end",

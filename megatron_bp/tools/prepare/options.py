@@ -8,7 +8,7 @@ from pathlib import Path
 FORMATS = ("auto", "text", "jsonl", "chats")
 SEPARATORS = ("file", "line", "blank-line")
 SUPERVISE = ("all", "last")
-ANSWER_HEADERS = ("refuse", "skip")
+ANSWER_HEADERS = ("refuse", "skip", "supervise")
 ANSWER_ENDS = ("turn", "eos", "none")
 OF_CHATS = {  # fields that mean something for chats only, by their flags
     "chat_template": "--chat-template",
@@ -36,7 +36,7 @@ class Options:
         chat_template: a Jinja file; None means the tokenizer's own.
         supervise: "all" or "last" of the turns of supervise_roles.
         answer_header: what a template's text between its generation prompt and an answer is: an
-            error ("refuse"), or unsupervised ("skip").
+            error ("refuse"), unsupervised ("skip"), or the start of the answer ("supervise").
         answer_end: what ends a supervised turn: the template's special token ("turn"), the EOS id
             after the last one ("eos"), nothing that is supervised ("none").
         split_at_spans: tokenize supervised texts and the others each by itself.

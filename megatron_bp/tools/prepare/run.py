@@ -78,8 +78,8 @@ def prepare(options: Options, advance: Advance = lambda read: None) -> dict[str,
         if not len(kept):
             raise ValueError(
                 f"None of {len(files)} files can be a document "
-                f"(left out: {told(tally.skipped)}): check --suffix, --exclude and --min-tokens."
-                f"{_first_of_each(spool, tally)}"
+                f"(left out: {told(tally.skipped)}): "
+                f"{_most(spool, tally, first_places(table, considered, reason, files))}"
             )
         stem = folder / STEM
         ids = np.memmap(folder / SPOOL, encoder.dtype, "r")
@@ -146,10 +146,18 @@ def _check(batch: Batch, encoded: Encoded, files: Sequence[Found], options: Opti
         raise ValueError(f"{place_of(files, *batch.places[end])}: {encoded.fatal[1]}")
 
 
-def _first_of_each(spool: Spool, tally: Tally) -> str:
-    """Return a sentence on the first document of the most frequent reason that has more words."""
-    reasons = [reason for reason, _ in tally.skipped.most_common() if reason in spool.detail]
-    return f" First {reasons[0]}: {spool.detail[reasons[0]]}." if reasons else ""
+def _most(spool: Spool, tally: Tally, places: dict[str, list[str]]) -> str:
+    """Return a sentence on the most frequent reason of documents: its first place, the way out."""
+    for name, _ in tally.skipped.most_common():
+        if name in places:
+            first = spool.detail.get(name, places[name][0])
+            way = "mend such documents, or give others"
+            if name in FLAWS and name.startswith("template"):
+                way = "mend the template, or such chats"
+            elif name in ("too_short", "too_long"):
+                way = "check --min-tokens" if name == "too_short" else "split such documents"
+            return f"{way}. First {name}: {first}."
+    return "check the files, --suffix and --exclude."
 
 
 def _gather[T: np.generic](

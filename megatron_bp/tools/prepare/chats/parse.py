@@ -2,8 +2,8 @@
 
 A line is an object with `messages`, or with `prompt` and `completion`, each a text or a list of
 messages, and maybe `tools`. A message is an object with `role` and `content`; an assistant's may
-have `tool_calls` instead of content. Other keys are handed to the template as they are. Knows
-nothing of templates and tokenizers.
+have `tool_calls` instead of content, and `weight` 0 says that a turn is not to be supervised. Other
+keys are handed to the template as they are. Knows nothing of templates and tokenizers.
 """
 
 import re
@@ -109,6 +109,8 @@ def _message(value: object, name: str, limits: Limits) -> Message:
     if content is not None and not isinstance(content, str):
         words = f"{name}: content is a {type(content).__name__}, not a text"
         raise RejectedError("bad_type", words)
+    if "weight" in message and (type(message["weight"]) is bool or message["weight"] not in (0, 1)):
+        raise RejectedError("bad_type", f"{name}: weight is {message['weight']!r:.40}, not 0 or 1")
     if not calls and not str(content).strip() and role not in MAY_BE_EMPTY:
         raise RejectedError("empty_turn", f"{name}: {role}")
     _check_texts(message, name, limits, limits.longest)

@@ -11,13 +11,15 @@ For a supervised turn i, the template renders four texts (ask: with the generati
 So the answer is what `upto` has where `probe` has the sentinel, exactly, and must be the content
 or the content stripped at one or both ends. For an assistant's turn `prefix` must be `asked`: what
 is in one and not in the other is text that nobody would generate, or that nobody would give.
+(--answer-header: what `prefix` has more is unsupervised, or the start of what is generated.)
 `whole` must start with prefix + answer: a template that renders earlier turns otherwise once more
 turns follow (drops their thoughts, say) has no one place where they can be supervised.
 
-End of turn: the first special token in `tail` that `whole` has too. "turn" supervises all from the
-answer to that token's end (a line break before it is as much to be generated as the token); "eos"
-and "none" the answer alone. A turn with tool calls has no content to replace: its prefix is taken
-of the same turn with the sentinel and no calls, and all that the template renders after it is the
+End of turn: the first special token in `tail` that `whole` has too, and those after it with blanks
+at most between them. "turn" supervises all from the answer to the last one's end (a line break
+before it is as much to be generated as the token; other text before it is an error); "eos" and
+"none" the answer alone. A turn with tool calls has no content to replace: its prefix is taken of
+the same turn with the sentinel and no calls, and all that the template renders after it is the
 answer, up to the last special token that `whole` has too.
 
 Example, with | round what is supervised and the texts of turn 1 of two:
@@ -33,7 +35,9 @@ import itertools
 import re
 from dataclasses import dataclass
 
-from megatron_bp.tools.prepare.chats.parse import Chat, Message
+from megatron_bp.tools.prepare.chats.calls import check_calls
+from megatron_bp.tools.prepare.chats.ends import check_ends, ends_in
+from megatron_bp.tools.prepare.chats.parse import MAY_BE_EMPTY, Chat, Message
 from megatron_bp.tools.prepare.chats.template import Template
 from megatron_bp.tools.prepare.options import Options
 from megatron_bp.tools.prepare.outcome import MisfitError, RejectedError
@@ -87,8 +91,17 @@ def mark(chat: Chat, template: Template, special: re.Pattern[str], options: Opti
     turns = supervised_turns(chat, options)
     whole = template.render(chat.messages, chat.tools)
     finder = _Finder(chat, template, special, options, whole)
-    spans = tuple(finder.span(i) for i in turns)
-    assert all(one.stop <= two.start for one, two in itertools.pairwise(spans))
+    try:
+        spans = tuple(finder.span(i) for i in turns)
+    except (RejectedError, MisfitError) as error:
+        if template.render(chat.messages, chat.tools) == whole:
+            raise
+        raise MisfitError(
+            "the template renders the same chat otherwise each time (does it tell the time, or "
+            "draw by chance?), so no text in it has a place; mend it to render one text."
+        ) from error
+    if any(one.stop > two.start for one, two in itertools.pairwise(spans)):
+        raise RejectedError("template_changes_text", "supervised turns overlap")
     eos = options.answer_end == "eos" and turns[-1] == len(chat.messages) - 1
     return Marked(whole[: spans[-1].stop] if eos else whole, spans, eos)
 
@@ -101,9 +114,11 @@ def supervised_turns(chat: Chat, options: Options) -> list[int]:
     """
     roles = options.supervise_roles
     turns = [i for i in range(chat.first, len(chat.messages)) if chat.messages[i]["role"] in roles]
-    if not turns:
-        raise RejectedError("no_supervised_turn", f"none of {', '.join(roles)}")
-    return turns[-1:] if options.supervise == "last" else turns
+    weighed = [i for i in turns if chat.messages[i].get("weight", 1)]
+    if not weighed:
+        words = " but with weight 0" if turns else ""
+        raise RejectedError("no_supervised_turn", f"none of {', '.join(roles)}{words}")
+    return weighed[-1:] if options.supervise == "last" else weighed
 
 
 @dataclass(frozen=True)
@@ -119,41 +134,36 @@ class _Finder:
     def span(self, i: int) -> Span:
         turn = self.chat.messages[i]
         prefix, tail = self._probe(i)
-        if turn["role"] == "assistant":
-            self._check_header(i, prefix)
+        start = self._start(i, prefix)
         last = i == len(self.chat.messages) - 1
         upto = self.whole if last else self._render(i + 1)
-        start, calls = len(prefix), turn.get("tool_calls")
-        stop = start if calls else self._end_of_content(i, upto, prefix, tail)
+        calls = turn.get("tool_calls")
+        stop = len(prefix) if calls else self._end_of_content(i, upto, prefix, tail)
         if not upto.startswith(prefix):
             raise RejectedError("template_changes_text", f"what is before message {i}'s answer")
         shared = self._shared(i, upto, stop)
-        ends = [x for x in self.special.finditer(upto, stop) if x.end() <= shared]
-        if calls:  # tokens inside of the calls end nothing
-            ends = [x for x in ends[-1:] if not upto[x.end() : shared].strip()]
-        if not ends and self.options.answer_end == "turn":
-            raise MisfitError(
-                f"the template ends the {turn['role']}'s turn (message {i}) with no special token: "
-                f"{_shown(upto[stop:])} follows it, so generation would not know where to stop; "
-                f"--answer-end eos ends the last turn with the tokenizer's EOS token, --answer-end "
-                f"none leaves ends unsupervised."
-            )
+        ends = ends_in(self.special, upto, stop, shared, bool(calls))
+        if self.options.answer_end == "turn":
+            check_ends(f"the {turn['role']}'s turn (message {i})", ends, upto, stop, bool(calls))
         if calls:
-            blank = start + len(upto[start:shared].rstrip())
-            stop = ends[0].start() if ends else blank
-            _check_calls(i, calls, upto[start:stop])
+            stop = ends[0].start() if ends else len(upto[:shared].rstrip())
+            check_calls(i, turn, upto[start:stop], lambda x: self._render(i, x), self._sentinel())
         if self.options.answer_end != "turn":
             return Span(start, stop, stop)
-        return Span(start, stop, ends[0].end())
+        return Span(start, stop, ends[-1].end())
 
     def _render(self, stop: int, *more: Message, ask: bool = False) -> str:
         return self.template.render([*self.chat.messages[:stop], *more], self.chat.tools, ask)
 
-    def _probe(self, i: int) -> tuple[str, str]:
-        """Return what the template renders before and after the content of message i."""
+    def _sentinel(self) -> str:
         sentinel = SENTINEL
         while sentinel in self.whole:
             sentinel += "Qz"
+        return sentinel
+
+    def _probe(self, i: int) -> tuple[str, str]:
+        """Return what the template renders before and after the content of message i."""
+        sentinel = self._sentinel()
         turn = {k: v for k, v in self.chat.messages[i].items() if k != "tool_calls"}
         parts = self._render(i, turn | {"content": sentinel}).split(sentinel)
         if len(parts) != 2:
@@ -161,34 +171,43 @@ class _Finder:
             raise RejectedError("template_changes_text", words)
         return parts[0], parts[1]
 
-    def _check_header(self, i: int, prefix: str) -> None:
-        """Raise a MisfitError if the generation prompt is not what is before the answer."""
-        if self.options.answer_header == "skip":
-            return
+    def _start(self, i: int, prefix: str) -> int:
+        """Return where supervised text starts: after the generation prompt, or what is like one.
+
+        Raises:
+            MisfitError: the generation prompt is not what is before an assistant's answer.
+        """
+        header = self.options.answer_header
+        if self.chat.messages[i]["role"] != "assistant" or header == "skip":
+            return len(prefix)
         asked = self._render(i, ask=True)
-        if asked == prefix:
-            return
         same = _shared_length(asked, prefix)
+        if same == len(asked) and (asked == prefix or header == "supervise"):
+            return len(asked)
+        skip = "leave it unsupervised with --answer-header skip"
         if same == len(asked):
             wrong = (
                 f"the template puts {_shown(prefix[same:])} between its generation prompt and the "
                 f"answer (message {i}), so that it would have to be generated"
             )
+            ways = f"{skip}, or have it generated as the answer's start: --answer-header supervise"
         else:
             wrong = (
                 f"the template's generation prompt goes on with {_shown(asked[same:])} where "
                 f"the answer (message {i}) comes after {_shown(prefix[same:])}"
             )
+            ways = f"or {skip}"
         raise MisfitError(
-            f"{wrong}; let the template render the same with add_generation_prompt, or leave it "
-            f"unsupervised with --answer-header skip."
+            f"{wrong}; let the template render the same with add_generation_prompt, {ways}."
         )
 
     def _end_of_content(self, i: int, upto: str, prefix: str, tail: str) -> int:
         content = self.chat.messages[i]["content"]
         stop = len(upto) - len(tail)
         forms = (content, content.strip(), content.lstrip(), content.rstrip())
-        fits = upto.startswith(prefix) and upto.endswith(tail) and stop > len(prefix)
+        # Some roles' contents may be nothing; of others nothing is left of none.
+        least = len(prefix) + (self.chat.messages[i]["role"] not in MAY_BE_EMPTY)
+        fits = upto.startswith(prefix) and upto.endswith(tail) and stop >= least
         if not fits or upto[len(prefix) : stop] not in forms:
             words = f"the content of message {i} is not rendered as it is, nor stripped"
             raise RejectedError("template_changes_text", words)
@@ -210,18 +229,6 @@ class _Finder:
                 f"{_shown(upto[shared:])} becomes {_shown(self.whole[shared:])}",
             )
         return shared
-
-
-def _check_calls(i: int, calls: list[Message], text: str) -> None:
-    """Reject a turn whose tool calls the template does not render."""
-    for call in calls:
-        function = call.get("function", call)
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name.strip():
-            raise RejectedError("bad_type", f"message {i}: a tool call without a name")
-        if name not in text:
-            words = f"the tool call {name!r} of message {i} is not rendered"
-            raise RejectedError("template_changes_text", words)
 
 
 def _shared_length(one: str, two: str) -> int:

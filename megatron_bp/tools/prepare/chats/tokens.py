@@ -16,10 +16,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_bp.tools.prepare.chats.normalized import Normalizer
 from megatron_bp.tools.prepare.chats.spans import Span
 from megatron_bp.tools.prepare.outcome import MisfitError
 from megatron_bp.tools.prepare.tokenizing import EOD_ID
 
+BEFORE_BLANKS = (
+    "let the template's generation prompt end before them, and give --answer-header supervise"
+)
+SHOWN = 20  # characters of a text in an error
 EOD_TEXT = "<|endoftext|>"  # what stands for id 256 in the template of a chat in bytes
 
 
@@ -39,11 +44,13 @@ class Offsets(Protocol):
         special: fits the text of any special token.
         special_ids: their ids, but that of `unknown`.
         unknown: text of the token that stands for text without one.
+        normalizer: that changes a text first; None if none does.
     """
 
     special: re.Pattern[str]
     special_ids: NDArray[np.int64]
     unknown: str | None
+    normalizer: Normalizer | None
 
     def __call__(self, text: str) -> Tokens: ...
 
@@ -54,6 +61,7 @@ class ByteOffsets:
     special = re.compile(re.escape(EOD_TEXT))
     special_ids = np.array([EOD_ID])
     unknown: str | None = None
+    normalizer: Normalizer | None = None
 
     def __call__(self, text: str) -> Tokens:
         parts, at = [], 0
@@ -91,6 +99,10 @@ class HuggingFaceOffsets:
         self.unknown = tokenizer.unk_token
         known = [x for x in longest_first if x != self.unknown]
         self.special_ids = np.array(tokenizer.convert_tokens_to_ids(known), np.int64)
+        self.normalizer: Normalizer | None = None
+        if self._backend.normalizer is not None:
+            first = [x.content for x in added if not x.normalized]
+            self.normalizer = Normalizer(self._backend.normalizer.normalize_str, first)
 
     def __call__(self, text: str) -> Tokens:
         encoded = self._backend.encode(text, add_special_tokens=False)
@@ -98,14 +110,16 @@ class HuggingFaceOffsets:
         return Tokens(np.array(encoded.ids, np.int64), places[:, 0], places[:, 1])
 
     def check_pieces(self) -> None:
-        """Raise a ValueError if the tokenizer puts something before each piece of a text."""
-        whole, parts = self("a\nb"), [self("a\n"), self("b")]
-        text = self._backend.decode(np.concatenate([x.ids for x in parts]).tolist())
-        if text != self._backend.decode(whole.ids.tolist()):
-            raise ValueError(
-                f"--split-at-spans: the tokenizer makes {text!r} of 'a\\n' and 'b', so pieces are "
-                f"not what stands in the text; leave the flag away."
-            )
+        """Raise a ValueError if pieces of a text by themselves become another text."""
+        for one, two in (("a\n", "b"), ("a", " b"), ("a", "\nb"), ("a ", "b")):
+            ids = [self(x).ids for x in (one, two)]
+            text = self._backend.decode(np.concatenate(ids).tolist())
+            if text != self._backend.decode(self(one + two).ids.tolist()):
+                raise ValueError(
+                    f"--split-at-spans: the tokenizer makes {text!r} of {one!r} and {two!r}, so "
+                    f"pieces are not what stands in the text; leave the flag away. For blanks "
+                    f"before an answer that are in its first token, {BEFORE_BLANKS}."
+                )
 
 
 def _untrimmed(said: object) -> None:
@@ -140,20 +154,30 @@ def tokenized(
         masks = [np.full(len(ids), i % 2 == 1) for i, ids in enumerate(pieces)]
         return np.concatenate(pieces), np.concatenate(masks)
     tokens = offsets(text)
-    _check_cuts(text, cuts, tokens)
+    _check_cuts(text, cuts, tokens, offsets.normalizer)
     # A token is where its first character is: between an odd number of cuts, in a span.
     return tokens.ids, np.searchsorted(cuts, tokens.start, side="right") % 2 == 1
 
 
-def _check_cuts(text: str, cuts: Iterable[int], tokens: Tokens) -> None:
+def _check_cuts(
+    text: str, cuts: Iterable[int], tokens: Tokens, normalizer: Normalizer | None
+) -> None:
     for i, cut in enumerate(cuts):
         across = np.flatnonzero((tokens.start < cut) & (cut < tokens.stop))
+        joined = normalizer.joins(text, cut) if normalizer else None
         if len(across):
             at = across[0]
-            sides = repr(text[tokens.start[at] : cut]), repr(text[cut : tokens.stop[at]])
-            where = ("starts", "ends")[i % 2]
-            raise MisfitError(
-                f"token {tokens.ids[at]} stands for {sides[0]} before and {sides[1]} after the "
-                f"place where a supervised text {where}; with --split-at-spans they are tokenized "
-                f"apart, as when an answer is generated."
-            )
+            sides = text[tokens.start[at] : cut], text[cut : tokens.stop[at]]
+            what = f"token {tokens.ids[at]} stands for"
+        elif joined:
+            sides = joined[0][-SHOWN:], joined[1][:SHOWN]
+            what = "the tokenizer's normalizer joins"
+        else:
+            continue
+        where = ("starts", "ends")[i % 2]
+        blanks = i % 2 == 0 and not sides[0].strip()
+        raise MisfitError(
+            f"{what} {sides[0]!r} before and {sides[1]!r} after the place where a supervised text "
+            f"{where}; with --split-at-spans they are tokenized apart, as when an answer is "
+            f"generated.{f' Or, of an answer, {BEFORE_BLANKS}.' if blanks else ''}"
+        )
