@@ -313,3 +313,17 @@ def test_where_no_chat_is_left_the_commonest_reason_is_told(
     with pytest.raises(ValueError, match=rf"None of 1 files .*: mend such documents.*{told}") as no:
         run(tmp_path, [*lines, {"text": "none"}], PLAIN, strict=False)
     assert "--suffix" not in str(no.value)
+
+
+def test_a_role_that_no_chat_has_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = chats.write_lines(tmp_path / "a.jsonl", [chats.turns(f"a {i}", "b") for i in range(3)])
+    line = f"--format chats --input {source} --output-prefix {tmp_path}/p --chat-template {PLAIN}"
+    tool.main([*line.split(), "--supervise-roles", "assistant", "narrator"])
+    warning = "warning: --supervise-roles: no chat has a turn of narrator\n"
+    assert warning in capsys.readouterr().out
+    more = ["--answer-end=none", "--overwrite", "--supervise-roles", "assistant", "user"]
+    tool.main([*line.split(), *more])
+    assert "warning" not in capsys.readouterr().out
+    assert '"user": 3' in (tmp_path / "p.json").read_text()

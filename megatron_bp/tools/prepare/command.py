@@ -144,8 +144,10 @@ def summary(prefix: Path, result: dict[str, Any]) -> str:
             f"{result['supervised_tokens']} of them supervised in {result['supervised_turns']} "
             f"turns, "
         )
+    silent = [role for role, count in result.get("chats_by_role", {}).items() if not count]
+    warning = f"\nwarning: --supervise-roles: no chat has a turn of {', '.join(silent)}"
     return (
         f"{prefix}: {result['documents']} documents, {result['tokens']} tokens, {chats}"
         f"{result['unigram_bits_per_byte']:.3f} bits per byte by unigrams; "
-        f"left out: {told(result['skipped'])}"
+        f"left out: {told(result['skipped'])}{warning if silent else ''}"
     )

@@ -31,6 +31,7 @@ class Encoded:
         tokens: int64[n], length in ids; 0 unless good.
         size: int64[n], UTF-8 bytes of the (supervised) text; 0 unless good.
         turns: int64[n], supervised turns of a chat.
+        roles: int64[n], bits of their roles, see `Piece`.
         digest: uint64[n, 2], of the content.
         detail: more words on the first document of a reason, by its place in the batch.
         fatal: (which one, what is wrong and the way out) if tokenizer or template do not fit.
@@ -42,6 +43,7 @@ class Encoded:
     tokens: NDArray[np.int64]
     size: NDArray[np.int64]
     turns: NDArray[np.int64]
+    roles: NDArray[np.int64]
     digest: NDArray[np.uint64]
     detail: dict[int, str]
     fatal: tuple[int, str] | None
@@ -66,7 +68,7 @@ class Encoder:
         ids: list[Ids] = [np.zeros(0, self.dtype)]
         supervised = [np.zeros(0, np.bool_)]
         reason, digest = np.zeros(n, np.uint8), np.zeros((n, 2), np.uint64)
-        tokens, size, turns = (np.zeros(n, np.int64) for _ in range(3))
+        tokens, size, turns, roles = (np.zeros(n, np.int64) for _ in range(4))
         detail: dict[int, str] = {}
         fatal = None
         for i, (kind, data) in enumerate(items):
@@ -84,6 +86,7 @@ class Encoder:
             ids.append(piece.ids)
             supervised.append(piece.supervised)
             tokens[i], size[i], turns[i] = len(piece.ids), piece.size, piece.turns
+            roles[i] = piece.roles
             digest[i] = np.frombuffer(hashlib.sha256(piece.content).digest()[:16], np.uint64)
         return Encoded(
             np.concatenate(ids, dtype=self.dtype, casting="unsafe"),  # in range: see _piece
@@ -92,6 +95,7 @@ class Encoder:
             tokens,
             size,
             turns,
+            roles,
             digest,
             detail,
             fatal,

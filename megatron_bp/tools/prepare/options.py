@@ -91,6 +91,8 @@ class Options:
             raise ValueError(f"--max-turn-bytes is {self.max_turn_bytes}: give 1 or more.")
         if not self.supervise_roles or not all(self.supervise_roles):
             raise ValueError("--supervise-roles: give one role or more, such as assistant.")
+        if len(self.supervise_roles) > 60:  # a bit of an int64 each
+            raise ValueError(f"--supervise-roles: {len(self.supervise_roles)} roles; give fewer.")
         self._check_format()
         for path in self.input:
             if not os.path.exists(path):

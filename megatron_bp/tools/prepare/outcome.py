@@ -48,6 +48,7 @@ class Piece:
         size: UTF-8 bytes of the text; of a chat, of its supervised text.
         supervised: bool[n] of a chat; empty for a text, of which all is.
         turns: how many turns are supervised; 0 for a text.
+        roles: bit k says that a turn of the k-th of --supervise-roles is; 0 for a text.
     """
 
     ids: Ids
@@ -55,6 +56,7 @@ class Piece:
     size: int
     supervised: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     turns: int = 0
+    roles: int = 0
 
 
 class RejectedError(Exception):

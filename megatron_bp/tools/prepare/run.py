@@ -96,6 +96,10 @@ def prepare(options: Options, advance: Advance = lambda read: None) -> dict[str,
             tally.chats = {
                 "supervised_tokens": supervised,
                 "supervised_turns": int(table.turns[kept].sum()),
+                "chats_by_role": {
+                    role: int((table.roles[kept] >> k & 1).sum())
+                    for k, role in enumerate(options.supervise_roles)
+                },
                 "skipped_details": {k: spool.detail[k] for k in tally.skipped if k in spool.detail},
                 **encoder.chats.describe(),
                 "sample": encoder.chats.sample(first),

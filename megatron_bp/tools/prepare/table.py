@@ -38,6 +38,7 @@ class Table:
     tokens: NDArray[np.int64]
     size: NDArray[np.int64]
     turns: NDArray[np.int64]
+    roles: NDArray[np.int64]
     digest: NDArray[np.uint64]
     offset: NDArray[np.int64]
     file: NDArray[np.int64]
@@ -66,6 +67,7 @@ class Spool:
             "tokens": [np.zeros(0, np.int64)],
             "size": [np.zeros(0, np.int64)],
             "turns": [np.zeros(0, np.int64)],
+            "roles": [np.zeros(0, np.int64)],
             "digest": [np.zeros((0, 2), np.uint64)],
             "file": [np.zeros(0, np.int64)],
             "line": [np.zeros(0, np.int64)],
@@ -97,7 +99,7 @@ class Spool:
         columns["key"].append(np.frombuffer(keys, ">u8").astype(np.uint64))
         columns["file"].append(places[:, 0])
         columns["line"].append(places[:, 1])
-        for name in ("reason", "tokens", "size", "turns", "digest"):
+        for name in ("reason", "tokens", "size", "turns", "roles", "digest"):
             columns[name].append(getattr(encoded, name))
         for i, words in encoded.detail.items():
             words = f"{place_of(self.files, *batch.places[i])}: {words}"

@@ -74,7 +74,7 @@ class Chats:
             )
         spans = [(x.start, x.stop) for x in marked.spans]
         content = f"{marked.text}\0{spans}{marked.eos}".encode()
-        return Piece(ids, content, marked.supervised_bytes, supervised, len(spans))
+        return Piece(ids, content, marked.supervised_bytes, supervised, len(spans), marked.roles)
 
     def _check_special(self, text: str, ids: Ids) -> None:
         """Reject text that becomes a special token without being one's text.

@@ -63,11 +63,13 @@ class Marked:
         text: what is tokenized.
         spans: of the supervised turns, in order, apart from each other.
         eos: the tokenizer's EOS id follows the text, and is supervised.
+        roles: bit k says that a turn of the k-th of options.supervise_roles is supervised.
     """
 
     text: str
     spans: tuple[Span, ...]
     eos: bool
+    roles: int
 
     @property
     def supervised_bytes(self) -> int:
@@ -103,7 +105,9 @@ def mark(chat: Chat, template: Template, special: re.Pattern[str], options: Opti
     if any(one.stop > two.start for one, two in itertools.pairwise(spans)):
         raise RejectedError("template_changes_text", "supervised turns overlap")
     eos = options.answer_end == "eos" and turns[-1] == len(chat.messages) - 1
-    return Marked(whole[: spans[-1].stop] if eos else whole, spans, eos)
+    found = {chat.messages[i]["role"] for i in turns}
+    bits = sum((role in found) << k for k, role in enumerate(options.supervise_roles))
+    return Marked(whole[: spans[-1].stop] if eos else whole, spans, eos, bits)
 
 
 def supervised_turns(chat: Chat, options: Options) -> list[int]:
