@@ -66,6 +66,7 @@ PRELOAD = (  # after cpu.py's install, which imports megatron.training
     "megatron.core.tokenizers.text",  # imports transformers: half of the time of a small run
 )
 
+MOST_THREADS = 400  # of a rank process, before new ones take over
 GRACE = 0.5  # seconds in which other ranks may still report after the first failure
 
 
@@ -139,6 +140,13 @@ class _Worker:
                 break
         return self.output()
 
+    def threads(self) -> int:
+        """How many the process has; gloo leaves some behind for each process group."""
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        except OSError:
+            return 0
+
     def kill(self) -> None:
         self.process.kill()
         with contextlib.suppress(OSError):  # and what it started: see `_serve`
@@ -203,7 +211,7 @@ class _Pool:
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            if fresh:
+            if fresh or any(worker.threads() > MOST_THREADS for worker in self._workers):
                 self.stop()
 
     def _show_output(self) -> None:

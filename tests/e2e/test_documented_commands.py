@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/running.md", "docs/testing.md", "docs/verify.md")
 PAGES += ("docs/conversion.md", "docs/sft.md", "docs/benchmarks/sft_answer_rows.md")
 NOT_RUN = {
+    "configs/conversion": "tests/e2e/test_conversion.py trains and converts as these do",
     "scripts/quickstart.sh": "takes minutes; its steps are those that run here",
     "scripts/quickstart_conversion.sh": "takes minutes; its steps are those that run here",
     "scripts/quickstart_sft.sh": "takes minutes; its steps are those that run here",
@@ -128,23 +129,6 @@ def test_launch_line_of_running(data: str, tmp_path: Path) -> None:
     launch = find("docs/running.md", "configs/quickstart.yaml")
     run(f"{launch} {SMALL} --data-path {data}", ("runs/a", str(tmp_path / "run")))
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
-
-
-def test_conversion_from_its_page(data: str, tmp_path: Path) -> None:
-    before = str(tmp_path / "ar")
-    train = find("docs/conversion.md", "configs/conversion_ar.yaml")
-    assert "validation at iteration 3" in run(
-        f"{train} {SMALL} --data-path {data}", ("runs/ar", before)
-    )
-    names = [("runs/ar", before), ("runs/converted", str(tmp_path / "converted"))]
-    convert = find("docs/conversion.md", "configs/conversion.yaml")
-    told = run(f"{convert} {SMALL} --data-path {data}", *names)
-    assert "id 257 of embedding and output layer become the mean" in told
-    assert "conversion checked: logits of" in told
-    summary = find("docs/conversion.md", "tools.summary")
-    alone = summary.replace("runs/scratch", "")
-    lines = run(alone, names[1], ("data/mine", data)).splitlines()
-    assert [line.split("  ")[1] for line in lines] == ["converted, step 3"]
 
 
 def test_verify_from_its_page(tmp_path: Path) -> None:
