@@ -45,9 +45,7 @@ FAULTS = [
     ("one replica steps aside", "dp=2", {}),
     ("loss of a clean row counted by every replica", "bp=2,cp=1", AR),
     ("padded ids in a TP rank's softmax", "tp=2", PADDED),
-    ("norm gradients not added up", "tp=2,sp", {}),
     ("auxiliary losses scaled by local rows", "bp=2", EXPERTS),
-    ("balance loss on every rank", "bp=2,ep=2", EXPERTS),
 ]
 
 
