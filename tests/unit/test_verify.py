@@ -310,7 +310,7 @@ def test_steps_compare() -> None:
     [
         ("loss", 1.00002),
         ("diffusion_loss", math.nan),
-        ("grad_norm", 1.2502),
+        ("grad_norm", 1.2501),
         ("grad_norm", None),
         ("diffusion_count", 8),
         ("scored", 4),
@@ -323,13 +323,6 @@ def test_a_wrong_step_fails(name: str, value: Any) -> None:
     assert failure.startswith(f"step 2: {name} ")
 
 
-def test_a_norm_is_held_less_tightly_once_an_optimizer_has_stepped() -> None:
-    near = [row | {"grad_norm": row["grad_norm"] * (1 + 5e-5)} for row in ROWS]
-    assert len(ROWS) == 2
-    (failure,) = compare_steps(near, ROWS).failures
-    assert failure.startswith("step 1: grad_norm ")
-
-
 def test_a_step_less_fails() -> None:
     assert compare_steps(ROWS[:1], ROWS).failures == ("1 steps, not 2",)
 
@@ -339,8 +332,8 @@ def test_sixteen_bits_have_the_references_budget() -> None:
     budget = compare.bf16_gradient_tolerance(reference)
     assert (budget("a"), budget("b"), budget("c")) == (0.02, 0.02, 0.06)
     steps = compare.bf16_step_tolerance(compare.StepReport((0.0, 1e-4), (0.01, 0.02), ()))
-    assert steps("loss", 1) == 2 * 2.0**-9
-    assert steps("grad_norm", 2) == 0.04
+    assert steps("loss") == 2 * 2.0**-9
+    assert steps("grad_norm") == 0.04
 
 
 def test_replicas_that_differ_are_named() -> None:

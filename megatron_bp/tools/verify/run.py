@@ -163,9 +163,7 @@ def _judge(
         steps = compare.compare_steps(run.rows, want.rows)
     elif len(base) == 1:  # the 16-bit reference itself: what it errs is the budget
         gradients = compare.compare_gradients(run, want, lambda name: compare.BF16_MOST_GRADIENT)
-        steps = compare.compare_steps(
-            run.rows, want.rows, lambda name, step: compare.BF16_MOST_STEP
-        )
+        steps = compare.compare_steps(run.rows, want.rows, lambda name: compare.BF16_MOST_STEP)
     else:
         measured = base[1][0]
         assert measured.gradients is not None
