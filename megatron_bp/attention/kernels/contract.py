@@ -1,93 +1,85 @@
-"""What a kernel is: attention of some rows over one contiguous run of keys.
+"""What a kernel is: attention of some rows over one contiguous run of keys, merged into a result.
 
-Every kernel offers `forward` and `backward` with these shapes. The part's result is (out, lse); its
-backward is given the *final* out and lse of all parts and returns this part's exact share.
+A kernel adds to what other parts of the same attention left: `forward` merges its part into a
+running (out, lse); `backward`, given the *final* out and lse of all parts, adds this part's exact
+share to the gradients. What it needs to know of who sees whom it prepares once, on the host.
 """
 
-# Shapes: H key heads, G query heads a key head, n rows, K keys, D head dimension.
+# Shapes: n rows, K keys, Q query heads, H key heads (query head h reads key head h * H // Q),
+# D head dimension.
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SMALL_TILE = 64
 
-
-class RowTile(NamedTuple):
-    """Rows [row_lo, row_hi) and the keys they see.
-
-    None of them sees a key outside [key_lo, key_hi); all see every key in [full_lo, full_hi).
-    """
-
-    row_lo: int
-    row_hi: int
-    key_lo: int
-    key_hi: int
-    full_lo: int
-    full_hi: int
-
-
-@dataclass(frozen=True, eq=False)
-class Intervals:
-    """Row i sees keys [lo_i, hi_i), none empty; with a tile map made on the host.
-
-    Attributes:
-        lo, hi: int32[n] on the device of the keys.
-        tiles: the rows cut into tiles.
-    """
-
-    lo: Tensor
-    hi: Tensor
-    tiles: tuple[RowTile, ...]
-
-
-def row_tiles(lo: NDArray[np.int32], hi: NDArray[np.int32], tile_rows: int) -> tuple[RowTile, ...]:
-    """The tile map of rows whose intervals are [lo, hi), of at most `tile_rows` rows a tile.
-
-    Rows that see little (a block's own rows) get small tiles, which waste less on what they hide.
-    """
-    tile_rows = min(tile_rows, max(SMALL_TILE, 4 * int(np.median(hi - lo))))
-    tiles = []
-    for first in range(0, len(lo), tile_rows):
-        last = min(first + tile_rows, len(lo))
-        low, high = lo[first:last], hi[first:last]
-        tiles.append(
-            RowTile(
-                row_lo=first,
-                row_hi=last,
-                key_lo=int(low.min()),
-                key_hi=int(high.max()),
-                full_lo=int(low.max()),
-                full_hi=int(high.min()),
-            )
-        )
-    return tuple(tiles)
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64; everything else accumulates in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Kernel(Protocol):
-    """One implementation of attention over a part."""
+    """One implementation of attention over a part.
 
-    TILE_ROWS: int
+    Tensors may be strided views, dense in D alone. Running results and gradients are of the
+    accumulation dtype; inputs of the model's.
+    """
+
+    @property
+    def name(self) -> str:
+        """As in --attention-kernel."""
+        ...
+
+    def prepare(self, lo: NDArray[np.int32], hi: NDArray[np.int32], device: torch.device) -> Any:
+        """What the calls below take as `spec`, of rows that see the keys [lo_i, hi_i), none empty.
+
+        Args:
+            lo: int32[n].
+            hi: int32[n].
+            device: where the calls will be.
+        """
+        ...
 
     def forward(
-        self, q_HGnD: Tensor, k_HKD: Tensor, v_HKD: Tensor, spec: Intervals, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """(out [H, G, n, D], lse [H, G, n]), in the accumulation dtype."""
+        self,
+        q_nQD: Tensor,
+        k_KHD: Tensor,
+        v_KHD: Tensor,
+        spec: Any,
+        scale: float,
+        out_nQD: Tensor,
+        lse_nQ: Tensor,
+    ) -> None:
+        """Merge attention over these keys into out_nQD and lse_nQ, in place.
+
+        A row that has met no key yet has out 0 and lse -inf; lse is in natural units.
+        """
         ...
 
     def backward(
         self,
-        dout_HGnD: Tensor,
-        q_HGnD: Tensor,
-        k_HKD: Tensor,
-        v_HKD: Tensor,
-        out_HGnD: Tensor,
-        lse_HGn: Tensor,
-        spec: Intervals,
+        dout_nQD: Tensor,
+        q_nQD: Tensor,
+        k_KHD: Tensor,
+        v_KHD: Tensor,
+        out_nQD: Tensor,
+        lse_nQ: Tensor,
+        spec: Any,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq [H, G, n, D], dk [H, K, D], dv [H, K, D]), in the accumulation dtype."""
+        dq_nQD: Tensor,
+        dk_KHD: Tensor,
+        dv_KHD: Tensor,
+    ) -> None:
+        """Add this part's share to dq_nQD, dk_KHD and dv_KHD, in place.
+
+        Args:
+            dout_nQD: gradient of the final output, in the model's dtype.
+            q_nQD, k_KHD, v_KHD, spec, scale: as in `forward`.
+            out_nQD: final output of all parts, in the model's dtype.
+            lse_nQ: final log-sum-exp of all parts, in the accumulation dtype.
+            dq_nQD, dk_KHD, dv_KHD: what other parts left.
+        """
         ...
