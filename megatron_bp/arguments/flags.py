@@ -28,21 +28,43 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         dest="bdlm_cp_comm_type",
         choices=["all_gather", "p2p", "a2a", "clean_all_gather"],
         default="all_gather",
-        help="How K/V cross ranks in mode CP (BP 1, CP above 1); only all_gather runs yet.",
+        help="How K/V cross ranks in mode CP (BP 1, CP above 1).",
     )
     group.conflict_handler = "error"
     parser.set_defaults(cp_comm_type=["p2p"])
     add(
         "--clean-kv-exchange",
-        choices=["auto", "all_gather"],
+        choices=["auto", "all_gather", "needed_rows", "ring", "te"],
         default="auto",
-        help="How clean K/V cross ranks. auto is all_gather.",
+        help="How clean K/V cross ranks. auto is needed_rows where that moves much less.",
+    )
+    add(
+        "--clean-kv-rows",
+        type=int,
+        default=None,
+        help="Rows of other ranks whose K/V arrive at once; the rest comes after. Default: all.",
+    )
+    add(
+        "--needed-rows-fraction",
+        type=float,
+        default=0.75,
+        help="auto is needed_rows where no rank then sends or gets more than this part of all.",
+    )
+    add(
+        "--keep-gathered-kv",
+        action="store_true",
+        help="Keep K/V of other ranks from forward to backward instead of fetching them again.",
+    )
+    add(
+        "--recompute-keep-attention",
+        action="store_true",
+        help="Under full recompute, keep what attention made: its output and log-sum-exp.",
     )
     add(
         "--attention-kernel",
-        choices=["auto", "tiled"],
+        choices=["auto", "tiled", "sdpa", "flash", "flex"],
         default="auto",
-        help="Attention kernel. auto is tiled, in pure PyTorch.",
+        help="Attention kernel. auto: sdpa on CPUs; on GPUs flash, or flex where flash cannot.",
     )
     add_objective_flags(group)
     add_chat_flags(group)

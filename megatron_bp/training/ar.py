@@ -161,7 +161,6 @@ def forward_step(
         settings.nonfinite.check(total, join(samples), model.training)
     exact = (output.detach().to(torch.float64) * batch.scored.to(device)).sum()
     if settings.metrics is not None:
-        group = get_attr_wrapped_model(model, "pg_collection").cp
         text = sum(float(sample.document_bytes.sum()) for sample in samples)
         settings.metrics.add(
             Sums(exact[None], exact.new_zeros(BINS), exact.new_zeros(BINS)),
