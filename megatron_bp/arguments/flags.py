@@ -4,6 +4,7 @@ import argparse
 import functools
 from typing import NoReturn
 
+from megatron_bp.arguments.attention import add_attention_flags, megatron_defaults
 from megatron_bp.arguments.chats import add_chat_flags
 from megatron_bp.arguments.from_checkpoint import add_new_run_flags
 from megatron_bp.arguments.objective_flags import add_objective_flags
@@ -21,51 +22,8 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         default=1,
         help="BP: ranks that share the target blocks of one sequence. Unset CP means CP = BP.",
     )
-    # Megatron has a flag of this name. Ours takes its place; Megatron's value keeps its default.
-    group.conflict_handler = "resolve"
-    add(
-        "--cp-comm-type",
-        dest="bdlm_cp_comm_type",
-        choices=["all_gather", "p2p", "a2a", "clean_all_gather"],
-        default="all_gather",
-        help="How K/V cross ranks in mode CP (BP 1, CP above 1).",
-    )
-    group.conflict_handler = "error"
-    parser.set_defaults(cp_comm_type=["p2p"])
-    add(
-        "--clean-kv-exchange",
-        choices=["auto", "all_gather", "needed_rows", "ring", "te"],
-        default="auto",
-        help="How clean K/V cross ranks. auto is needed_rows where that moves much less.",
-    )
-    add(
-        "--clean-kv-rows",
-        type=int,
-        default=None,
-        help="Rows of other ranks whose K/V arrive at once; the rest comes after. Default: all.",
-    )
-    add(
-        "--needed-rows-fraction",
-        type=float,
-        default=0.75,
-        help="auto is needed_rows where no rank then sends or gets more than this part of all.",
-    )
-    add(
-        "--keep-gathered-kv",
-        action="store_true",
-        help="Keep K/V of other ranks from forward to backward instead of fetching them again.",
-    )
-    add(
-        "--recompute-keep-attention",
-        action="store_true",
-        help="Under full recompute, keep what attention made: its output and log-sum-exp.",
-    )
-    add(
-        "--attention-kernel",
-        choices=["auto", "tiled", "sdpa", "flash", "flex"],
-        default="auto",
-        help="Attention kernel. auto: sdpa on CPUs; on GPUs flash, or flex where flash cannot.",
-    )
+    add_attention_flags(group)
+    megatron_defaults(parser)
     add_objective_flags(group)
     add_chat_flags(group)
     add_new_run_flags(group)

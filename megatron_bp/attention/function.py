@@ -41,7 +41,6 @@ class Plan:
     kernel: Kernel
     keep_gathered: bool = False
 
-
     def attend(
         self,
         q_SQD: Tensor,

@@ -184,7 +184,7 @@ def _as_local(batch: ArBatch) -> LocalBatch:
         corruptible=0,
         corrupted=0,
         num_clean=len(scored),
-        visibility={},
+        index=torch.arange(len(scored), dtype=torch.int32),
         clean_tokens=int(torch.count_nonzero(batch.document >= 0)),
         own_rows=torch.ones_like(scored),
         shards=(),
