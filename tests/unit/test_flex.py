@@ -101,10 +101,11 @@ def test_both_directions_compile_whole_and_not_again_for_other_row_counts(
         graphs.append(" ".join(str(each) for each in called if "flex" in str(each)))
         return graph
 
-    compiled = flex._compiled.__wrapped__
-    runs = {f: compiled(f, count) for f in (flex._forward, flex._backward)}
-    monkeypatch.setattr(flex, "_runner", lambda function, device: runs[function])
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     with torch._dynamo.config.patch(disable=False):
+        compiled = flex._compiled.__wrapped__
+        runs = {f: compiled(f, count) for f in (flex._forward, flex._backward)}
+        monkeypatch.setattr(flex, "_runner", lambda function, device: runs[function])
         for seed, rows, keys in [(1, 200, 300), (2, 300, 400), (3, 131, 529), (4, 777, 150)]:
             q, k = torch.randn(rows, 2, 16), torch.randn(keys, 1, 16)
             lo, hi = random_intervals(seed, rows, keys)
