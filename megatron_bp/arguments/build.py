@@ -41,6 +41,7 @@ def settings(
             alignment=args.alignment,
             copies=args.corrupted_copies,
             window_anchor=args.window_anchor,
+            max_imbalance=args.max_imbalance,
         ),
         objective=Objective(
             mask_token_id=args.mask_token_id,

@@ -6,6 +6,7 @@ those that only fill up, then corrupted (by place). Takes ranks as integers, see
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bp.diffusion.corruption import Corruption, Term
+from megatron_bp.sequence.cache import once
 from megatron_bp.sequence.packing import Sample
 from megatron_bp.sequence.plan import RankRows, SequencePlan
 from megatron_bp.sequence.visibility import Visibility, corrupted_positions, visibility
@@ -52,7 +54,8 @@ class LocalBatch:
             corrupted; 0 for a clean row.
         corruptible, corrupted: how many of the rows' tokens could be corrupted, and were.
         num_clean: the first `num_clean` rows are clean.
-        visibility: one for each distinct window of the model's layers (None = no window).
+        visibility: one for each distinct window of the model's layers (None = no window); the same
+            object for every batch of a plan, as the shards are.
         clean_tokens: this rank's share of the sample's tokens, computed or not (padding left out):
             all of them on the slot's first rank.
         own_rows: bool[S], rows that this rank counts where each row of the sample counts once
@@ -102,7 +105,10 @@ def local_batch(
             "clean rows are scored that no rank computes: plan with SequenceOptions(score_clean)"
         )
     group = plan.shard_group(rank)
-    shards = tuple(plan.rows_of(peer, multiple) for peer in group)
+    shards = tuple(
+        once(plan, ("rows", peer, multiple), partial(plan.rows_of, peer, multiple))
+        for peer in group
+    )
     mine = shards[group.index(rank)]
     clean, corrupted, filling = mine.clean, mine.corrupted, mine.filling
     length = len(sample.tokens)
@@ -137,7 +143,14 @@ def local_batch(
         corruptible=int(np.count_nonzero(corruption.corruptible[corrupted])),
         corrupted=int(np.count_nonzero(corruption.corrupted[corrupted])),
         num_clean=mine.num_clean,
-        visibility={w: visibility(plan, clean, corrupted, w, filling) for w in windows},
+        visibility={
+            window: once(
+                plan,
+                ("visibility", rank, multiple, window),
+                partial(visibility, plan, clean, corrupted, window, filling),
+            )
+            for window in windows
+        },
         clean_tokens=int(np.count_nonzero(sample.document >= 0)) if rank == 0 else 0,
         own_rows=join(scorer, np.ones(len(corrupted), dtype=np.bool_)),
         shards=shards,

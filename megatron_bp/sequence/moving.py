@@ -46,16 +46,19 @@ def moved(units: Movable, most: int) -> tuple[NDArray[np.int32], int]:
     """(rank of each unit, work of the rank that then has most), int32[U]; few are away from home.
 
     Again and again the rank that has most gives a run of units away, until none has more than
-    `most`, or the one that has most cannot be helped.
+    `most`, or the one that has most cannot be helped. Moves that did not help the worst of all
+    ranks, as another one is as bad, are taken back.
 
     Args:
         units: see `Movable`.
         most: work that a rank may have; not less than the mean, or they move until all is level.
     """
     state = _State(units, most)
-    while state.load.max(initial=0) > most and state.step():
-        pass
-    return state.owner, int(state.load.max(initial=0))
+    owner, worst = state.owner.copy(), int(state.load.max())
+    while state.load.max() > most and state.step():
+        if state.load.max() < worst:
+            owner, worst = state.owner.copy(), int(state.load.max())
+    return owner, worst
 
 
 class _State:
