@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_bp.tools.bench import sft
+from megatron_bp.tools.bench import attention, sft
 
-SUBCOMMANDS = {"sft": sft}
+SUBCOMMANDS = {"attention": attention, "sft": sft}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
