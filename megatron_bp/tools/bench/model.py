@@ -39,19 +39,35 @@ def one_process(threads: int) -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
-def build(layers: int, heads: int, head_dim: int) -> Any:
-    """A SwiGLU model with rotary positions, float32, `VOCABULARY` ids."""
+def build(
+    layers: int,
+    heads: int,
+    head_dim: int,
+    key_heads: int | None = None,
+    hidden: int | None = None,
+    mode: tuple[int, int] | None = (1, 1),
+) -> Any:
+    """A SwiGLU model with rotary positions, float32, `VOCABULARY` ids, random weights.
+
+    Args:
+        layers: how many.
+        heads: query heads.
+        head_dim: of all heads.
+        key_heads: None for as many as query heads.
+        hidden: hidden size; None for heads x head_dim.
+        mode: degrees (BP, CP); None for Megatron's own autoregressive model, with torch's causal
+            attention at its core.
+    """
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_bp.model.config import BDLMModelBuilder, BDLMModelConfig
-
-    hidden = heads * head_dim
+    hidden = hidden or heads * head_dim
     transformer = TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
+        num_query_groups=key_heads or heads,
         kv_channels=head_dim,
         ffn_hidden_size=3 * hidden,
         normalization="RMSNorm",
@@ -68,14 +84,27 @@ def build(layers: int, heads: int, head_dim: int) -> Any:
         transformer_impl="local",
         calculate_per_token_loss=True,
     )
-    config = BDLMModelConfig(
-        transformer=transformer,
-        vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=1,
-        should_pad_vocab=True,
-        position_embedding_type="rope",
-    )
-    (model,) = BDLMModelBuilder(config).build_distributed_models(
+    settings: dict[str, Any] = {
+        "transformer": transformer,
+        "vocab_size": VOCABULARY,
+        "make_vocab_size_divisible_by": 1,
+        "should_pad_vocab": True,
+        "position_embedding_type": "rope",
+    }
+    builder: Any
+    if mode is None:
+        from megatron_bp.tools.bench import autoregressive
+
+        builder = autoregressive.builder(settings)
+    else:
+        from megatron_bp.model.config import BDLMModelBuilder, BDLMModelConfig
+        from megatron_bp.parallel import state
+
+        state.initialize_block_parallel(*mode)
+        builder = BDLMModelBuilder(
+            BDLMModelConfig(**settings, block_parallel_size=mode[0], clean_shard_size=mode[1])
+        )
+    (model,) = builder.build_distributed_models(
         ProcessGroupCollection.use_mpu_process_groups(),
         DistributedDataParallelConfig(),
         wrap_with_ddp=False,
