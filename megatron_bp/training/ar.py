@@ -24,7 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_bp.attention.exchange import CleanExchange
+from megatron_bp.attention.exchange.base import Traffic
 from megatron_bp.batch.dataset import samples_of
 from megatron_bp.batch.shard import LocalBatch, LocalTerm
 from megatron_bp.diffusion.loss import report
@@ -167,7 +167,7 @@ def forward_step(
             Sums(exact[None], exact.new_zeros(BINS), exact.new_zeros(BINS)),
             _as_local(batch),
             batch.tokens.numel(),
-            CleanExchange(group, (0,)),
+            Traffic(),
             text,
         )
     return total, partial(loss_function, batch.count, {"ar loss": report(exact, batch.count)})

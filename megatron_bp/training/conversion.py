@@ -237,11 +237,18 @@ def _ours(chunks: list[Any], settings: StepSettings, sample: Sample) -> _Tap:
         plan,
         corruption,
         int(groups.slot.rank()),
-        windows,
         groups.tp.size() if config.sequence_parallel else 1,
     )
-    layout = make_layout(batch, groups.clean_shard, device)
-    index = next(iter(batch.visibility.values())).index
+    layout = make_layout(
+        plan,
+        batch.shards,
+        int(groups.slot.rank()),
+        windows,
+        batch.position_ids.to(device),
+        groups.clean_shard,
+        settings.attention,
+    )
+    index = batch.index
     rows = torch.nonzero((torch.arange(len(index)) < batch.num_clean) & (index >= 0)).flatten()
     tap = _Tap(rows.to(device), index[rows].long().to(device))
 
