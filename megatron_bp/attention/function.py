@@ -21,8 +21,8 @@ from megatron_bp.attention.parts import Part, View
 class Result(NamedTuple):
     """What attention made of a layer's rows: the output and the log-sum-exp of the scores."""
 
-    out_SQD: Tensor
-    lse_SQ: Tensor
+    out: Tensor  # [S, Q, D]
+    lse: Tensor  # [S, Q]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,6 @@ class Plan:
     kernel: Kernel
     keep_gathered: bool = False
 
-
     def attend(
         self,
         q_SQD: Tensor,
@@ -57,7 +56,9 @@ class Plan:
         on other ranks get of the gradient.
 
         Args:
-            q_SQD, k_SHD, v_SHD: of this rank's rows.
+            q_SQD: of this rank's rows, rotary applied, as are the next two.
+            k_SHD: see there.
+            v_SHD: see there.
             scale: of the scores.
             results: of layers that will be recomputed: filled by a forward without gradients, and
                 taken from by the forward inside a backward, which then computes nothing.
@@ -99,7 +100,7 @@ def _forward(
     next(fetched)  # the first arrival is on its way
     for part in (*plan.view.corrupted, *plan.view.clean):
         add(part, k_SHD, v_SHD)
-    kept = []
+    kept: list[Tensor] = []
     for parts, kv_K2HD in zip(plan.view.arrivals, fetched, strict=True):
         for part in parts:
             add(part, kv_K2HD[:, 0], kv_K2HD[:, 1])

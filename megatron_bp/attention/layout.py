@@ -38,7 +38,7 @@ class AttentionOptions:
     """
 
     kernel: Kernel
-    exchange: ExchangeOptions = ExchangeOptions()
+    exchange: ExchangeOptions = field(default_factory=ExchangeOptions)
     over_heads: bool = False
     keep_gathered: bool = False
     keep_results: bool = False

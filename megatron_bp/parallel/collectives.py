@@ -55,16 +55,12 @@ def all_to_all_uneven(
     """
     rows = rows.contiguous()
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    work = dist.all_to_all_single(
-        out, rows, list(receive), list(send), group=group, async_op=True
-    )
+    work = dist.all_to_all_single(out, rows, list(receive), list(send), group=group, async_op=True)
     away = sum(send) - send[group.rank()]
     return Pending(out, [work], rows), away * rows[:1].numel() * rows.element_size()
 
 
-def pass_on(
-    rows: Tensor, arriving: int, group: dist.ProcessGroup, tag: int
-) -> tuple[Pending, int]:
+def pass_on(rows: Tensor, arriving: int, group: dist.ProcessGroup, tag: int) -> tuple[Pending, int]:
     """Rows [s, W] go to the next rank of the group, [arriving, W] come of the one before.
 
     `tag` tells passes apart that are under way at once. And the bytes sent.

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_bp.attention.layout import make_layout
 from megatron_bp.batch.dataset import samples_of
 from megatron_bp.batch.shard import local_batch
 from megatron_bp.data.document import Document
@@ -27,7 +28,7 @@ from megatron_bp.model.reference import forget
 from megatron_bp.parallel.collectives import all_gather
 from megatron_bp.sequence.packing import Sample, pack
 from megatron_bp.sequence.plan import SequenceOptions, make_plan
-from megatron_bp.training.step import StepSettings, make_layout, stage_windows
+from megatron_bp.training.step import StepSettings, stage_windows
 
 TOKENS = 1024  # of the document; the reference's attention is quadratic in memory
 LOOKED_AT = 8  # rows of the data set, for their longest document

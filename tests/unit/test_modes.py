@@ -300,7 +300,7 @@ def test_ranks_share_out_rows_tokens_counts_and_weights(multiple: int) -> None:
             weights = sorted(w for b in parts for w in b.terms[k].weights.tolist() if w)
             assert weights == sorted(w for w in term.weights.tolist() if w), where
         for rank, batch in enumerate(parts):
-            index = batch.visibility[None].index
+            index = batch.index
             rows = len(index)
             assert rows >= 1, where
             assert rows % multiple == 0, where
@@ -327,7 +327,7 @@ def test_each_scored_clean_row_is_scored_once_on_its_label() -> None:
         for batch in parts:
             term = batch.terms[1]
             for row in term.weights.nonzero().flatten().tolist():
-                position = int(batch.visibility[None].index[row])
+                position = int(batch.index[row])
                 assert position not in got, where
                 got[position] = int(term.labels[row])
         scored = np.flatnonzero(want.weights).tolist()

@@ -6,7 +6,7 @@ Decided from the plan alone, so that all ranks of a clean shard group decide ali
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from megatron_bp.sequence.needs import lacked
 from megatron_bp.sequence.plan import RankRows, SequencePlan
 
 Form = Literal["auto", "all_gather", "needed_rows", "ring", "te"]
+FORMS: tuple[Form, ...] = get_args(Form)
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ class ExchangeOptions:
         if self.most_rows is not None and self.most_rows < 1:
             raise ValueError(f"--clean-kv-rows {self.most_rows}: must be at least 1")
         if not 0 <= self.needed_fraction <= 1:
-            raise ValueError(
-                f"--needed-rows-fraction {self.needed_fraction}: must be from 0 to 1"
-            )
+            raise ValueError(f"--needed-rows-fraction {self.needed_fraction}: must be from 0 to 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +96,7 @@ def prepare_exchange(
         form = _form(shards, wanted, options) if wanted else "all_gather"
     if form == "needed_rows":
         deliveries = make_deliveries(shards, rank, wanted, most, device)
-        return _prepared(
-            tuple(d.held for d in deliveries), partial(_needed, deliveries=deliveries)
-        )
+        return _prepared(tuple(d.held for d in deliveries), partial(_needed, deliveries=deliveries))
     if form == "ring":
         held = ring_held(shards, rank)
         sizes = tuple(shard.num_sent for shard in shards)

@@ -170,7 +170,7 @@ class GatherReturn:
         ranks = len(chunk.sizes)
         shares = dkv_K2HD.new_zeros((ranks * chunk.rows, *dkv_K2HD.shape[1:]), dtype=self.dtype)
         shares[chunk.order] = dkv_K2HD.to(self.dtype)
-        self.pending.append(self.exchange.scatter(shares.view(ranks, chunk.rows, *shares.shape[1:])))
+        self.pending.append(self.exchange.scatter(shares.unflatten(0, (ranks, chunk.rows))))
 
     def collect(self, dkv_S2HD: Tensor) -> None:
         """Add the others' shares, in rank order: the same sum at every run."""

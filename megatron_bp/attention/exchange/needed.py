@@ -130,9 +130,7 @@ class NeededExchange:
         """A pass of gradients; they travel in `dtype`."""
         return NeededReturn(self, dtype)
 
-    def deliver(
-        self, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]
-    ) -> Pending:
+    def deliver(self, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Pending:
         """Start sending rows, rank after rank, so many to each and so many from each."""
         pending, sent = all_to_all_uneven(rows, send, receive, self.group)
         self.traffic.bytes_sent += sent

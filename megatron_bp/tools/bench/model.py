@@ -126,7 +126,8 @@ def step(model: Any, sample: Sample, plan: SequencePlan) -> float:
     corruption = corrupt(sample, plan, objective)
     counts = [term.count for term in corruption.terms]
     scales = term_scales(counts, [1.0] * len(counts), [False] * len(counts))
-    output = run_model(MicroBatch(sample, plan, corruption, scales, None), objective, ATTENTION, model).output
+    micro = MicroBatch(sample, plan, corruption, scales, None)
+    output = run_model(micro, objective, ATTENTION, model).output
     output.backward()
     model.zero_grad(set_to_none=True)
     return output.item() / max(1, counts[0])
