@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_bp.tools.bench import sft
+from megatron_bp.tools.bench.two_hosts import command as hosts
 
-SUBCOMMANDS = {"sft": sft}
+SUBCOMMANDS = {"sft": sft, "hosts": hosts}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
