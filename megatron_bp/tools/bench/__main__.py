@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_bp.tools.bench import attention, sft
+from megatron_bp.tools.bench.two_hosts import command as hosts
 
-SUBCOMMANDS = {"attention": attention, "sft": sft}
+SUBCOMMANDS = {"attention": attention, "hosts": hosts, "sft": sft}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

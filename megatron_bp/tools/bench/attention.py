@@ -62,14 +62,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(options.device)
     like = torch.empty(0, dtype=ways.DTYPES[options.dtype], device=device)
     heads = (options.heads, options.key_heads or options.heads, options.head_dim)
+    notes: list[str] = []
     kernels = options.kernels
     if kernels is None:
-        kernels = ways.KERNELS[device.type]
-    for name in kernels:
-        if name not in ways.KERNELS[device.type]:
-            raise ValueError(f"--kernels {name}: {device.type} has {ways.KERNELS[device.type]}")
+        kernels = ways.kernels_of(like, options.head_dim, notes)
     _warm_up(options, heads, like, kernels)
-    notes: list[str] = []
     sizes = [_size(options, length, heads, like, kernels, notes) for length in options.length]
     told = ("block", "documents", "dtype", "threads")
     return {

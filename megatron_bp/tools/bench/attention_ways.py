@@ -6,7 +6,6 @@ that training computes. Each alternative has its own inputs, made once, outside 
 
 # Shapes: L tokens, S = clean + corrupted rows, Q query and H key heads, D head dimension.
 
-import importlib
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from megatron_bp.attention.exchange.base import NoExchange
 from megatron_bp.attention.function import Plan
-from megatron_bp.attention.kernels.contract import Kernel
+from megatron_bp.attention.kernels.choose import NAMES, choose, refusal
 from megatron_bp.attention.parts import Held, make_view
 from megatron_bp.data.document import Document
 from megatron_bp.sequence.packing import pack
@@ -28,7 +27,7 @@ from megatron_bp.sequence.visibility import Visibility, visibility
 from megatron_bp.tools.bench import plain
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-KERNELS = {"cpu": ("tiled", "sdpa"), "cuda": ("tiled", "flash", "flex")}
+OTHER_DEVICE = {"cpu": [n for n in NAMES if n.startswith("fl")], "cuda": ["sdpa"]}
 LIMIT, DENSE, FLEX = "causal", "dense mask", "FlexAttention"
 BASELINES = (LIMIT, DENSE, FLEX)
 
@@ -105,24 +104,20 @@ def make_problem(
     )
 
 
-def kernel_named(name: str) -> Kernel:
-    """The kernel of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    classes = {"tiled": "Tiled", "sdpa": "Sdpa", "flash": "Flash", "flex": "Flex"}
-    try:
-        module = importlib.import_module(f"megatron_bp.attention.kernels.{name}")
-    except ImportError as error:
-        raise ValueError(f"--ways {name}: {error}") from error
-    kernel: Kernel = getattr(module, classes[name])()
-    return kernel
+def kernels_of(like: Tensor, head_dim: int, notes: list[str]) -> tuple[str, ...]:
+    """All kernels that can work on such tensors; `notes` is told why others cannot."""
+    device = like.device.type
+    major = torch.cuda.get_device_capability()[0] if device == "cuda" else 0
+    names = [n for n in NAMES if n not in ("auto", *OTHER_DEVICE[device])]
+    reasons = {name: refusal(name, device, like.dtype, head_dim, major) for name in names}
+    notes += [f"{name} left out: {reason}" for name, reason in reasons.items() if reason]
+    return tuple(name for name, reason in reasons.items() if reason is None)
 
 
 def ours(problem: Problem, name: str) -> plain.Call:
     """The attention that training runs, with the kernel of that name."""
-    kernel, device = kernel_named(name), problem.like.device
+    like = problem.like
+    kernel, device = choose(name, like.device.type, like.dtype, problem.heads[2]), like.device
     view = make_view(problem.visible, Held.of_rank(problem.rows), (), kernel, device)
     plan = Plan(view, NoExchange(), kernel)
     tensors = problem.tensors(problem.rows.num_rows)
