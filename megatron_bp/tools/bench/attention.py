@@ -12,6 +12,7 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -140,12 +141,15 @@ def _calls(
     if "causal" in chosen:
         yield ways.LIMIT, ways.limit(problem)
         yield PLAIN + ways.LIMIT, plain.causal(length, documents, heads, like)
-    masks = {"dense": (ways.DENSE, ways.dense, plain.dense), "flex": (ways.FLEX, ways.flex, plain.flex)}
+    masks = {
+        "dense": (ways.DENSE, ways.dense, plain.dense),
+        "flex": (ways.FLEX, ways.flex, plain.flex),
+    }
     for key, (name, make, make_plain) in masks.items():
         if key not in chosen:
             continue
         if length > options.skip_dense:
-            notes.append(f"{length:,} tokens: {name} left out, for its mask over 2 L (--skip-dense)")
+            notes.append(f"{length:,} tokens: {name} left out, as --skip-dense says")
         elif key == "flex" and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
             note = f"{name} left out: TORCHDYNAMO_DISABLE is set, and it has to be compiled"
             notes += [note] if note not in notes else []
@@ -204,7 +208,7 @@ def _table(
 def _growth(sizes: Sequence[dict[str, Any]]) -> list[str]:
     """Memory of each way at each length over that at the length before."""
     rows = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in pairwise(sizes):
         for name, found in after["passes"].items():
             for way, told in found.items():
                 less = before["passes"][name].get(way)

@@ -120,13 +120,13 @@ def ours(problem: Problem, name: str) -> plain.Call:
     kernel, device = choose(name, like.device.type, like.dtype, problem.heads[2]), like.device
     view = make_view(problem.visible, Held.of_rank(problem.rows), (), kernel, device)
     plan = Plan(view, NoExchange(), kernel)
-    tensors = problem.tensors(problem.rows.num_rows)
+    q, k, v, gradient = problem.tensors(problem.rows.num_rows)
     scale = 1 / math.sqrt(problem.heads[2])
 
     def call(backward: bool) -> object:
         with torch.set_grad_enabled(backward):
-            out = plan.attend(*tensors[:3], scale)
-        return torch.autograd.grad(out, tensors[:3], tensors[3]) if backward else out
+            out = plan.attend(q, k, v, scale)
+        return torch.autograd.grad(out, (q, k, v), gradient) if backward else out
 
     return call
 

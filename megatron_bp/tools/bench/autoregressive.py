@@ -21,7 +21,9 @@ class CausalCore(torch.nn.Module):
         super().__init__()
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **more: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **also_unused: Any
+    ) -> Tensor:
         """[S, 1, Q * D]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = F.scaled_dot_product_attention(

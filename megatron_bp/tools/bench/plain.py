@@ -107,8 +107,8 @@ def ring(rows: int, words: int) -> Callable[[], object]:
         for _ in range(world - 1):
             sent = dist.isend(mine, (rank + 1) % world)
             got = dist.irecv(theirs, (rank - 1) % world)
-            sent.wait()
-            assert got is not None
-            got.wait()
+            for work in (sent, got):
+                assert work is not None
+                work.wait()
 
     return call

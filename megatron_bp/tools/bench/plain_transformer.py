@@ -39,7 +39,8 @@ class Layer(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         gate, up = self.up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        result: Tensor = x + self.down(F.silu(gate) * up)
+        return result
 
 
 class Transformer(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_bp.tools.bench.machine import cost
+from megatron_bp.tools.bench.machine import Cost, cost
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def take_turns(ways: Sequence[Way], turns: int, device: torch.device | None = No
 
     Every second turn goes backwards: what comes first or last in a turn is not always the same.
     """
-    found: Measured = {w.name: {k: [] for k in ("seconds", "cpu_seconds", "peak_bytes")} for w in ways}
+    found: Measured = {way.name: {field: [] for field in Cost._fields} for way in ways}
     for way in ways:
         if way.warm:
             way.call()

@@ -39,7 +39,7 @@ def watching() -> Iterator[Waits]:
     waits, original = Waits(), Pending.wait
 
     def wait(self: Pending) -> Tensor:
-        if self.work is None:  # has been waited for, or never was on its way
+        if not self.works:  # has been waited for, or never was on its way
             return original(self)
         begin = time.perf_counter()
         try:
