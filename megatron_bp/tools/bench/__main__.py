@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_bp.tools.bench import attention, sft
+from megatron_bp.tools.bench import attention, sft, step
 from megatron_bp.tools.bench.two_hosts import command as hosts
 
-SUBCOMMANDS = {"attention": attention, "hosts": hosts, "sft": sft}
+SUBCOMMANDS = {"attention": attention, "hosts": hosts, "sft": sft, "step": step}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
