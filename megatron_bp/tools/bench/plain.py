@@ -91,24 +91,31 @@ def flex(
     return call
 
 
-def all_gather(rows: int, words: int) -> Callable[[], object]:
-    """Each rank gathers [rows, words] float32 of every rank."""
-    mine = torch.randn(rows, words)
-    every = torch.empty(dist.get_world_size() * rows, words)
-    return lambda: dist.all_gather_into_tensor(every, mine)
+def all_gather(k: Tensor, v: Tensor) -> Callable[[], object]:
+    """Each rank gathers the K|V of every rank, [rows, H, D] each."""
+
+    def call() -> Tensor:
+        packed = torch.stack((k, v), 1)
+        every = packed.new_empty((dist.get_world_size() * len(k), *packed.shape[1:]))
+        dist.all_gather_into_tensor(every, packed)
+        return every
+
+    return call
 
 
-def ring(rows: int, words: int) -> Callable[[], object]:
-    """Each rank hands [rows, words] float32 round the ring until all have seen it."""
+def ring(k: Tensor, v: Tensor) -> Callable[[], object]:
+    """Each rank's K|V, [rows, H, D] each, goes round the ring until all have seen it."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine, theirs = torch.randn(rows, words), torch.empty(rows, words)
 
     def call() -> None:
+        here = torch.stack((k, v), 1)
         for _ in range(world - 1):
-            sent = dist.isend(mine, (rank + 1) % world)
-            got = dist.irecv(theirs, (rank - 1) % world)
+            arriving = torch.empty_like(here)
+            sent = dist.isend(here, (rank + 1) % world)
+            got = dist.irecv(arriving, (rank - 1) % world)
             for work in (sent, got):
                 assert work is not None
                 work.wait()
+            here = arriving
 
     return call
