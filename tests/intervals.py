@@ -57,12 +57,12 @@ def planned_intervals(
             rows = visibility(plan, held, plan.corrupted_places(rank), window)
             lo, hi = rows.clean_lo.numpy(), rows.clean_hi.numpy()
             name = f"bp{bp} cp{cp} rank {rank}"
-            yield f"{name} clean", seeing(lo, hi)
-            of_held = np.searchsorted(held, lo), np.searchsorted(held, hi)
-            yield f"{name} held", seeing(*(x.astype(np.int32) for x in of_held))
-            own = seeing(rows.own_lo.numpy(), rows.own_hi.numpy())
-            if len(own[0]):
-                yield f"{name} own", own
+            of_held = (np.searchsorted(held, x).astype(np.int32) for x in (lo, hi))
+            own = rows.own_lo.numpy(), rows.own_hi.numpy()
+            for keys, pair in {"clean": (lo, hi), "held": of_held, "own": own}.items():
+                some = seeing(*pair)
+                if len(some[0]):
+                    yield f"{name} {keys}", some
 
 
 def seeing(lo: NDArray[np.int32], hi: NDArray[np.int32]) -> Intervals:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from intervals import dense, planned_intervals, random_intervals
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from megatron_bp.attention.kernels import flex
 from megatron_bp.attention.kernels.flex import Flex, block_mask, tile_map
@@ -70,7 +70,28 @@ def test_the_block_mask_is_the_one_that_torch_makes_by_evaluating_every_pair(see
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 320])
 def test_the_kernel_is_a_dense_softmax(dtype: torch.dtype, dim: int) -> None:
-    self_test(Flex(), CPU, dtype, dim, heads=4, key_heads=2)
+    self_test(Flex(direct=True), CPU, dtype, dim, heads=4, key_heads=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_backward_by_recomputing_the_part(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With plain attention in place of FlexAttention, which has no gradient on a CPU."""
+
+    def plain(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float, _: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = dtype if dtype == torch.float64 else torch.float32
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        row, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+        score = (q.to(wide) @ k.to(wide).mT * scale).masked_fill(
+            ~mask.mask_mod(row, row, row, key), -torch.inf
+        )
+        return (score.softmax(-1) @ v.to(wide)).to(dtype), score.logsumexp(-1)
+
+    monkeypatch.setattr(flex, "_forward", plain)
+    self_test(Flex(direct=False), CPU, dtype, 32, heads=4, key_heads=2)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -90,6 +111,7 @@ def test_keys_behind_the_last_one_seen_are_left_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not flex.DIRECT, reason="before torch 2.13")
 def test_both_directions_compile_whole_and_not_again_for_other_row_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,11 +123,12 @@ def test_both_directions_compile_whole_and_not_again_for_other_row_counts(
         graphs.append(" ".join(str(each) for each in called if "flex" in str(each)))
         return graph
 
-    compiled = flex._compiled.__wrapped__
-    runs = {f: compiled(f, count) for f in (flex._forward, flex._backward)}
-    monkeypatch.setattr(flex, "_runner", lambda function, device: runs[function])
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     with torch._dynamo.config.patch(disable=False):
-        for seed, rows, keys in [(1, 200, 300), (2, 300, 400), (3, 131, 529), (4, 777, 150)]:
+        compiled = flex._compiled.__wrapped__
+        runs = {f: compiled(f, count) for f in (flex._forward, flex._backward)}
+        monkeypatch.setattr(flex, "_runner", lambda function, device: runs[function])
+        for seed, rows, keys in [(1, 200, 300), (2, 300, 400), (3, 131, 529)]:
             q, k = torch.randn(rows, 2, 16), torch.randn(keys, 1, 16)
             lo, hi = random_intervals(seed, rows, keys)
             spec = Flex().prepare(lo, hi, CPU)

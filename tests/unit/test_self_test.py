@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_bp.attention.kernels.choose import choose
 from megatron_bp.attention.kernels.self_test import parts, self_test
 from megatron_bp.attention.kernels.tiled import Tiled
 
@@ -72,9 +73,12 @@ class NotANumber(Tiled):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "key_heads", "dim"), [(4, 2, 16), (3, 3, 64), (40, 8, 128)])
-def test_a_right_kernel_passes(dtype: torch.dtype, heads: int, key_heads: int, dim: int) -> None:
+@pytest.mark.parametrize("name", ["tiled", "sdpa"])
+def test_a_right_kernel_passes(
+    name: str, dtype: torch.dtype, heads: int, key_heads: int, dim: int
+) -> None:
     before = torch.random.get_rng_state()
-    self_test(Tiled(), CPU, dtype, dim, heads, key_heads)
+    self_test(choose(name, "cpu", dtype, dim), CPU, dtype, dim, heads, key_heads)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

@@ -4,7 +4,8 @@ The block mask is written down in closed form from the intervals: O(rows + tiles
 rows x keys. Forward is the public function. Backward is the operator's own, called directly with
 the final output and log-sum-exp of all parts: it computes P = exp(score - lse) and
 dS = P (dO.V - rowsum(dO * out)) from what it is given, so that it returns this part's exact share,
-and the part is not recomputed. On a CPU both run eagerly with all scores built: for tests alone.
+and the part is not recomputed; before torch 2.13 it is. On a CPU both run eagerly with all scores
+built: for tests alone.
 """
 
 # Shapes: n rows, K keys, Q query heads, H key heads, D head dimension, M row tiles, N key tiles.
@@ -31,6 +32,8 @@ from megatron_bp.attention.merge import merge_into
 
 TILE = 128
 RECOMPILE_LIMIT = 64
+# Since torch 2.13 a direct call of the backward operator makes its own graphs of what it is given.
+DIRECT = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class TileMap(NamedTuple):
@@ -109,10 +112,17 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Flex:
-    """The kernel; `backend` is FlexAttention's BACKEND: TRITON, or FLASH (FlashAttention-4)."""
+    """The kernel.
+
+    Attributes:
+        name: as in --attention-kernel.
+        backend: FlexAttention's BACKEND: TRITON, or FLASH (FlashAttention-4).
+        direct: whether torch compiles a direct call of the backward operator.
+    """
 
     name: str = "flex"
     backend: str = "TRITON"
+    direct: bool = DIRECT
 
     def prepare(self, lo: NDArray[np.int32], hi: NDArray[np.int32], device: torch.device) -> Spec:
         """See contract.Kernel, as for the other two."""
@@ -150,14 +160,11 @@ class Flex:
         dv_KHD: Tensor,
     ) -> None:
         """Add this part's share to dq_nQD, dk_KHD and dv_KHD."""
-        # The operator's log-sum-exp is in log2, but for FLASH's; on a CPU it is always in log2.
-        natural = self.backend == "FLASH" and q_nQD.is_cuda
-        lse_nQ = lse_nQ if natural else lse_nQ / math.log(2.0)
         keys = spec.keys
         q, k, v = (_heads_first(x) for x in (q_nQD, k_KHD[:keys], v_KHD[:keys]))
         out, dout, lse = _heads_first(out_nQD), _heads_first(dout_nQD), lse_nQ.mT[None].contiguous()
-        run = _runner(_backward, q_nQD.device)
-        dq, dk, dv = run(q, k, v, out, lse, dout, spec.mask, scale, self.backend)
+        grads = _direct if self.direct else _recomputed
+        dq, dk, dv = grads(q, k, v, out, lse, dout, spec.mask, scale, self.backend)
         dq_nQD += dq[0].transpose(0, 1)
         dk_KHD[:keys] += dk[0].transpose(0, 1)
         dv_KHD[:keys] += dv[0].transpose(0, 1)
@@ -218,6 +225,53 @@ def _backward(
     dq, dk, dv, _ = operator(
         q, k, v, out, lse, dout, None, _same, None, mask.as_tuple(), scale, options, (), ()
     )
+    return dq, dk, dv
+
+
+def _direct(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    mask: BlockMask,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv from the operator; lse in natural units."""
+    # The operator's log-sum-exp is in log2, but for FLASH's; on a CPU it is always in log2.
+    if not (backend == "FLASH" and q.is_cuda):
+        lse = lse / math.log(2.0)
+    run = _runner(_backward, q.device)
+    grads: tuple[Tensor, Tensor, Tensor] = run(q, k, v, out, lse, dout, mask, scale, backend)
+    return grads
+
+
+def _recomputed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    mask: BlockMask,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv by autograd through the part, computed again; lse in natural units.
+
+    The part's output o and log-sum-exp l enter the final ones with the weight w = exp(l - lse), so
+    that their gradients are w dout and w (dout.o - dout.out).
+    """
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        part, part_lse = _runner(_forward, q.device)(*leaves, mask, scale, backend)
+        weight = torch.exp(part_lse.detach() - lse)
+        wide = dout.to(weight.dtype)
+        dlse = weight * (wide * (part.detach() - out)).sum(-1)
+        dpart = (weight[..., None] * wide).to(part.dtype)
+        dq, dk, dv = torch.autograd.grad((part, part_lse), leaves, (dpart, dlse))
     return dq, dk, dv
 
 
