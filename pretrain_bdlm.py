@@ -44,6 +44,10 @@ def main(argv: list[str] | None = None) -> None:
         bound = False
     else:
         settings = arguments.settings(args, metrics, nonfinite)
+        try:
+            arguments.test_kernel(args, settings.attention)
+        except RuntimeError as error:
+            arguments.fail(str(error), error)
         step, bound = partial(forward_step, settings), settings.objective.is_bound
         check = arguments.conversion(args, run, settings)
     if run is not None:

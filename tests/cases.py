@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_bp.data.document import Document
 from megatron_bp.sequence.packing import Sample, pack
+from megatron_bp.sequence.plan import SequenceOptions
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,26 @@ def sample_of(case: Case, vocabulary: int = 50, split: int = 0, seed: int = 0) -
                 supervised[start:stop] = True
         documents.append(Document(tokens, supervised, 100 + number))
     return pack(documents, sum(case.lengths) + case.padding, split=split)
+
+
+def random_row(seed: int) -> tuple[Sample, SequenceOptions]:
+    """Random documents with prompts, gaps in what is supervised, and padding."""
+    rng = np.random.default_rng(seed)
+    documents = []
+    for key, length in enumerate(rng.integers(1, 30, rng.integers(1, 6))):
+        supervised = np.repeat(rng.random(30) < 0.6, 5)[:length]
+        if rng.random() < 0.3:
+            supervised = np.arange(length) >= rng.integers(0, length + 1)
+        documents.append(Document(rng.integers(0, 49, length).astype(np.int32), supervised, key))
+    length = sum(len(d.tokens) for d in documents) + int(rng.integers(0, 4))
+    options = SequenceOptions(
+        block_size=int(rng.integers(1, 7)),
+        clean_relation=("block", "token")[rng.integers(2)],
+        own_relation=("bidirectional", "causal")[rng.integers(2)],
+        row_cost=int(rng.choice([0, 50])),
+        grid=("document", "response")[rng.integers(2)],
+        alignment=("same", "next")[rng.integers(2)],
+        copies=(1, 1, 2, 3)[rng.integers(4)],
+        window_anchor=("row", "block")[rng.integers(2)],
+    )
+    return pack(documents, length), options

@@ -16,17 +16,17 @@ import torch
 
 def _leak(rank: int) -> Any:
     """A corrupted row sees its own clean block (`>=` for `>`)."""
-    from megatron_bp.batch import shard
+    from megatron_bp.attention import layout
 
     def leaking(plan: Any, clean: Any, corrupted: Any, *rest: Any) -> Any:
-        seen = shard_visibility(plan, clean, corrupted, *rest)
+        seen = visibility(plan, clean, corrupted, *rest)
         high = seen.clean_hi.clone()
         own = slice(seen.num_clean, None)
         high[own] += seen.own_hi[own] - seen.own_lo[own]
         return dataclasses.replace(seen, clean_hi=high)
 
-    shard_visibility = shard.visibility
-    return mock.patch.object(shard, "visibility", leaking)
+    visibility = layout.visibility
+    return mock.patch.object(layout, "visibility", leaking)
 
 
 def _position(rank: int) -> Any:
@@ -96,31 +96,32 @@ def _padded_vocabulary(rank: int) -> Any:
 
 def _dropped_gradient(rank: int) -> Any:
     """What other ranks owe the clean rows of one rank is lost, in one exchange of the step."""
-    from megatron_bp.attention.exchange import CleanExchange
+    from megatron_bp.attention.exchange.gather import GatherReturn
 
     dropped = []
 
-    def dropping(exchange: Any, pending: Any, dkv: Any) -> Any:
-        arriving = pending.wait()
+    def dropping(returns: Any, dkv: Any) -> None:
+        arriving = returns.pending[0].wait()
         if not dropped and arriving.count_nonzero():
             dropped.append(arriving)
-            return dkv
-        return collect(exchange, pending, dkv)
+            return
+        collect(returns, dkv)
 
-    collect = CleanExchange.collect
-    return mock.patch.object(CleanExchange, "collect", dropping)
+    collect = GatherReturn.collect
+    return mock.patch.object(GatherReturn, "collect", dropping)
 
 
 def _late_reduce(rank: int) -> Any:
     """The reduction counts this rank's own share twice."""
-    from megatron_bp.attention.exchange import CleanExchange
+    from megatron_bp.attention.exchange.gather import GatherReturn
 
-    def doubled(exchange: Any, pending: Any, dkv: Any) -> Any:
+    def doubled(returns: Any, dkv: Any) -> None:
         own = dkv.clone()
-        return collect(exchange, pending, dkv).add_(own)
+        collect(returns, dkv)
+        dkv.add_(own)
 
-    collect = CleanExchange.collect
-    return mock.patch.object(CleanExchange, "collect", doubled)
+    collect = GatherReturn.collect
+    return mock.patch.object(GatherReturn, "collect", doubled)
 
 
 def _wrong_weight(rank: int) -> Any:
@@ -211,24 +212,24 @@ def _unit_twice(rank: int) -> Any:
 
 def _corrupted_stay_away(rank: int) -> Any:
     """What other ranks owe a rank's corrupted rows is lost (mode CP)."""
-    from megatron_bp.attention.exchange import CleanExchange
+    from megatron_bp.attention.exchange.gather import GatherReturn
     from megatron_bp.training import step
 
-    def telling(batch: Any, *rest: Any) -> Any:
-        layout = make_layout(batch, *rest)
-        layout.exchange.num_clean = batch.num_clean
-        return layout
+    num_clean = []
 
-    def losing(exchange: Any, pending: Any, dkv: Any) -> Any:
+    def telling(plan: Any, shards: Any, slot_rank: int, *rest: Any) -> Any:
+        num_clean.append(shards[plan.shard_group(slot_rank).index(slot_rank)].num_clean)
+        return make_layout(plan, shards, slot_rank, *rest)
+
+    def losing(returns: Any, dkv: Any) -> None:
         own = dkv.clone()
-        whole = collect(exchange, pending, dkv)
-        whole[exchange.num_clean :] = own[exchange.num_clean :]
-        return whole
+        collect(returns, dkv)
+        dkv[num_clean[-1] :] = own[num_clean[-1] :]
 
-    make_layout, collect = step.make_layout, CleanExchange.collect
+    make_layout, collect = step.make_layout, GatherReturn.collect
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(step, "make_layout", telling))
-    stack.enter_context(mock.patch.object(CleanExchange, "collect", losing))
+    stack.enter_context(mock.patch.object(GatherReturn, "collect", losing))
     return stack
 
 

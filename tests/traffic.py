@@ -21,7 +21,6 @@ COLLECTIVES = {
     "all_reduce": (0, "all"),
     "broadcast": (0, "all"),
     "send": (0, "all"),
-    "isend": (0, "all"),
 }
 CALLED = {"all_gather_single": "all_gather_into_tensor"}
 UNEXPECTED = (
@@ -31,7 +30,6 @@ UNEXPECTED = (
     "reduce_scatter",
     "all_gather_object",
     "broadcast_object_list",
-    "batch_isend_irecv",
     "all_gather_coalesced",
 )
 
@@ -54,6 +52,7 @@ def recording(sent: list[Sent]) -> Iterator[None]:
             if not hasattr(dist, name):
                 continue
             stack.enter_context(mock.patch.object(dist, name, _wrap(name, place, how, sent)))
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", _wrap_ring(sent)))
         for name in UNEXPECTED:
             stack.enter_context(mock.patch.object(dist, name, side_effect=AssertionError(name)))
         yield
@@ -71,10 +70,27 @@ def _wrap(name: str, place: int, how: str, sent: list[Sent]) -> Any:
         tensors = given if isinstance(given, list | tuple) else [given]
         size = sum(t.numel() * t.element_size() for t in tensors)
         leaving = (ranks - 1) * size // (ranks if how == "share" else 1)
+        if name == "all_to_all_single" and len(args) > 3:  # of uneven sizes: rows to each rank
+            to = args[3]
+            leaving = size // max(1, sum(to)) * (sum(to) - to[group.rank()])
         nan = any(t.is_floating_point() and bool(torch.isnan(t).any()) for t in tensors)
         if ranks > 1:
             sent.append(Sent(CALLED.get(name, name), ranks, leaving, nan))
         return original(*args, **kwargs)
+
+    return wrapped
+
+
+def _wrap_ring(sent: list[Sent]) -> Any:
+    original, isend = dist.batch_isend_irecv, dist.isend
+
+    def wrapped(ops: Any) -> Any:
+        for op in ops:
+            if op.op is isend:
+                size = op.tensor.numel() * op.tensor.element_size()
+                nan = bool(torch.isnan(op.tensor).any())
+                sent.append(Sent("isend", op.group.size(), size, nan))
+        return original(ops)
 
     return wrapped
 

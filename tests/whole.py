@@ -37,6 +37,8 @@ class Shape:
     objective: dict[str, Any] = field(default_factory=dict)
     windows: list[int | None] | None = None  # of each layer, where they differ
     copies: int = 1
+    exchange: dict[str, Any] = field(default_factory=lambda: {"form": "all_gather"})
+    attention: dict[str, Any] = field(default_factory=dict)
 
     @property
     def experts(self) -> int:
@@ -302,12 +304,22 @@ def scoring(shape: Shape) -> str:
     return str(shape.objective.get("ar_scored", "supervised"))
 
 
+def attention_of(shape: Shape) -> Any:
+    from megatron_bp.attention.exchange.choose import ExchangeOptions
+    from megatron_bp.attention.kernels.tiled import Tiled
+    from megatron_bp.attention.layout import AttentionOptions
+
+    exchange = ExchangeOptions(**shape.exchange)
+    return AttentionOptions(Tiled(), exchange, **shape.attention)
+
+
 def settings_of(case: Case, shape: Shape, slot: Slot, micro_batches: int) -> Any:
     from megatron_bp.diffusion.objective import Objective
     from megatron_bp.sequence.plan import SequenceOptions
     from megatron_bp.training.step import StepSettings
 
     return StepSettings(
+        attention=attention_of(shape),
         sequence=SequenceOptions(
             case.block_size,
             *degrees(slot),

@@ -3,6 +3,7 @@
 Stands outside the order of the folders: it imports them, none imports it.
 """
 
+from megatron_bp.arguments.attention import test_kernel
 from megatron_bp.arguments.build import (
     ar_settings,
     auxiliary,
@@ -40,4 +41,5 @@ __all__ = [
     "parse",
     "resolve",
     "settings",
+    "test_kernel",
 ]

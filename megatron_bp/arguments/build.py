@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.training.models.gpt import GPTModelConfig
 
+from megatron_bp.arguments.attention import attention_options
 from megatron_bp.arguments.chats import chat_policy
 from megatron_bp.arguments.from_checkpoint import NewRun
 from megatron_bp.diffusion.objective import Objective
@@ -28,6 +29,7 @@ def settings(
 ) -> StepSettings:
     """What a training step needs, from Megatron's validated arguments."""
     return StepSettings(
+        attention=attention_options(args),
         sequence=SequenceOptions(
             block_size=args.diffusion_block_size,
             block_parallel_size=args.block_parallel_size,

@@ -6,6 +6,7 @@ Every refusal names the value, the rule and the way out.
 from argparse import Namespace
 from collections.abc import Collection
 
+from megatron_bp.arguments.attention import refuse_attention
 from megatron_bp.arguments.experts import experts_refusal
 from megatron_bp.arguments.refused import no
 from megatron_bp.parallel.state import parallel_mode
@@ -25,9 +26,9 @@ def refuse_degrees(args: Namespace, given: Collection[str]) -> None:
         parallel_mode(args.block_parallel_size, args.context_parallel_size)
     except ValueError as error:
         no(str(error))
-    _comm_type(args, given)
     _tensor_parallel(args)
     _pipeline(args)
+    refuse_attention(args, given)
     if (message := experts_refusal(args)) is not None:
         no(message)
     if args.hybrid_context_parallel or args.hierarchical_context_parallel_sizes:
@@ -43,19 +44,6 @@ def refuse_degrees(args: Namespace, given: Collection[str]) -> None:
             f"--eval-micro-batch-size {args.eval_micro_batch_size}: standard errors need the loss "
             f"of each row by itself; set 1 or leave it out"
         )
-
-
-def _comm_type(args: Namespace, given: Collection[str]) -> None:
-    mode = parallel_mode(args.block_parallel_size, args.context_parallel_size)
-    value = args.bdlm_cp_comm_type
-    if "--cp-comm-type" in given and mode != "CP":
-        no(
-            f"--cp-comm-type {value}: says how mode CP exchanges (--block-parallel-size 1 and "
-            f"--context-parallel-size above 1), and this run is {mode}; leave it out (clean K/V go "
-            f"by --clean-kv-exchange)"
-        )
-    if value != "all_gather":
-        no(f"--cp-comm-type {value}: not implemented yet; use all_gather, the default")
 
 
 def _tensor_parallel(args: Namespace) -> None:

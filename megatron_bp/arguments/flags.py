@@ -4,6 +4,7 @@ import argparse
 import functools
 from typing import NoReturn
 
+from megatron_bp.arguments.attention import add_attention_flags, megatron_defaults
 from megatron_bp.arguments.chats import add_chat_flags
 from megatron_bp.arguments.from_checkpoint import add_new_run_flags
 from megatron_bp.arguments.objective_flags import add_objective_flags
@@ -21,29 +22,8 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         default=1,
         help="BP: ranks that share the target blocks of one sequence. Unset CP means CP = BP.",
     )
-    # Megatron has a flag of this name. Ours takes its place; Megatron's value keeps its default.
-    group.conflict_handler = "resolve"
-    add(
-        "--cp-comm-type",
-        dest="bdlm_cp_comm_type",
-        choices=["all_gather", "p2p", "a2a", "clean_all_gather"],
-        default="all_gather",
-        help="How K/V cross ranks in mode CP (BP 1, CP above 1); only all_gather runs yet.",
-    )
-    group.conflict_handler = "error"
-    parser.set_defaults(cp_comm_type=["p2p"])
-    add(
-        "--clean-kv-exchange",
-        choices=["auto", "all_gather"],
-        default="auto",
-        help="How clean K/V cross ranks. auto is all_gather.",
-    )
-    add(
-        "--attention-kernel",
-        choices=["auto", "tiled"],
-        default="auto",
-        help="Attention kernel. auto is tiled, in pure PyTorch.",
-    )
+    add_attention_flags(group)
+    megatron_defaults(parser)
     add_objective_flags(group)
     add_chat_flags(group)
     add_new_run_flags(group)

@@ -15,8 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_bp.attention.function import attend
-from megatron_bp.attention.kernels import tiled
 from megatron_bp.attention.layout import Layout
 
 
@@ -53,6 +51,7 @@ class BlockDiffusionAttention(torch.nn.Module):
         assert head_dim is not None
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         self.window = layer_window(config, layer_number)
+        self.layer_number = layer_number
 
     def forward(
         self,
@@ -73,13 +72,12 @@ class BlockDiffusionAttention(torch.nn.Module):
                 "through megatron_bp.training.step.forward_step"
             )
         layout = packed_seq_params
-        out = attend(
+        out = layout.plans[self.window].attend(
             query.squeeze(1),
             key.squeeze(1),
             value.squeeze(1),
-            layout.views[self.window],
-            layout.exchange,
-            tiled,
             self.scale,
+            layout.results if self.training else None,
+            self.layer_number,
         )
         return out.flatten(1).unsqueeze(1)

@@ -4,37 +4,109 @@ It owns the parts, their merge and the exchange of K/V, so that communication ov
 the parts that need no remote keys. It sees no model, no block and no document.
 """
 
-# Shapes: S rows, Q query heads, H key heads, G = Q / H, D head dimension, R ranks, C rows that the
-# rank that sends most sends.
+# Shapes: S rows, Q query heads, H key heads, D head dimension, K keys of a buffer.
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_bp.attention.exchange import CleanExchange
-from megatron_bp.attention.kernels.contract import Kernel
-from megatron_bp.attention.kernels.tiled import accumulation_dtype
-from megatron_bp.attention.merge import merge_into
+from megatron_bp.attention.exchange.base import Exchange
+from megatron_bp.attention.kernels.contract import Kernel, accumulation_dtype
 from megatron_bp.attention.parts import Part, View
 
 
-def attend(
-    q_SQD: Tensor,
-    k_SHD: Tensor,
-    v_SHD: Tensor,
-    view: View,
-    exchange: CleanExchange,
-    kernel: Kernel,
-    scale: float,
-) -> Tensor:
-    """Softmax attention [S, Q, D] of each row over the keys that its visibility names.
+class Result(NamedTuple):
+    """What attention made of a layer's rows: the output and the log-sum-exp of the scores."""
 
-    A row that sees nothing gives 0. Differentiable in q, k and v, including the share that rows on
-    other ranks get of the gradient.
+    out: Tensor  # [S, Q, D]
+    lse: Tensor  # [S, Q]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How the rows of one layout attend.
+
+    Attributes:
+        view: which rows see which keys.
+        exchange: how the keys of other ranks come.
+        kernel: computes the parts.
+        keep_gathered: keys that came for the forward are kept for the backward, not fetched again.
     """
-    out: Tensor = _Attend.apply(q_SQD, k_SHD, v_SHD, view, exchange, kernel, scale)
-    return out
+
+    view: View
+    exchange: Exchange
+    kernel: Kernel
+    keep_gathered: bool = False
+
+    def attend(
+        self,
+        q_SQD: Tensor,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scale: float,
+        results: dict[int, Result] | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        """Softmax attention [S, Q, D] of each row over the keys that its visibility names.
+
+        A row that sees nothing gives 0. Differentiable in q, k and v, including the share that rows
+        on other ranks get of the gradient.
+
+        Args:
+            q_SQD: of this rank's rows, rotary applied, as are the next two.
+            k_SHD: see there.
+            v_SHD: see there.
+            scale: of the scores.
+            results: of layers that will be recomputed: filled by a forward without gradients, and
+                taken from by the forward inside a backward, which then computes nothing.
+            layer: key in `results`.
+        """
+        given = None
+        if results is not None and _in_backward():
+            given = results.pop(layer)
+        elif results is not None and not torch.is_grad_enabled():
+            out_SQD, lse_SQ, _ = _forward(q_SQD, k_SHD, v_SHD, self, scale, False)
+            results[layer] = Result(out_SQD, lse_SQ)
+            return out_SQD
+        out: Tensor = _Attend.apply(q_SQD, k_SHD, v_SHD, self, scale, given)
+        return out
+
+
+def _in_backward() -> bool:
+    """Whether autograd is at work: a forward is then a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _forward(
+    q_SQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, plan: Plan, scale: float, keep: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(out, lse, K|V of each arrival if they are to be kept)."""
+    dtype = accumulation_dtype(q_SQD.dtype)
+    out_SQD = torch.zeros_like(q_SQD, dtype=dtype)
+    lse_SQ = q_SQD.new_full(q_SQD.shape[:2], -torch.inf, dtype=dtype)
+
+    def add(part: Part, k_KHD: Tensor, v_KHD: Tensor) -> None:
+        # A slice gives views, which the kernel writes to; an index copies, to be put back.
+        rows, keys = part.rows, part.keys
+        out, lse = out_SQD[rows], lse_SQ[rows]
+        plan.kernel.forward(q_SQD[rows], k_KHD[keys], v_KHD[keys], part.spec, scale, out, lse)
+        if not isinstance(rows, slice):
+            out_SQD[rows], lse_SQ[rows] = out, lse
+
+    fetched = _fetched(plan, k_SHD, v_SHD)
+    next(fetched)  # the first arrival is on its way
+    for part in (*plan.view.corrupted, *plan.view.clean):
+        add(part, k_SHD, v_SHD)
+    kept: list[Tensor] = []
+    for parts, kv_K2HD in zip(plan.view.arrivals, fetched, strict=True):
+        for part in parts:
+            add(part, kv_K2HD[:, 0], kv_K2HD[:, 1])
+        if keep:
+            kept.append(kv_K2HD)
+    return out_SQD.to(q_SQD.dtype), lse_SQ, kept
 
 
 class _Attend(torch.autograd.Function):
@@ -44,122 +116,85 @@ class _Attend(torch.autograd.Function):
         q_SQD: Tensor,
         k_SHD: Tensor,
         v_SHD: Tensor,
-        view: View,
-        exchange: CleanExchange,
-        kernel: Kernel,
+        plan: Plan,
         scale: float,
+        given: Result | None,
     ) -> Tensor:
-        pending = None
-        if exchange.active:
-            pending = exchange.gather(k_SHD[: view.num_sent], v_SHD[: view.num_sent])
-        q_HGSD = _heads_first(q_SQD, k_SHD.shape[1])
-        dtype = accumulation_dtype(q_SQD.dtype)
-        out_HGSD = torch.zeros_like(q_HGSD, dtype=dtype)
-        lse_HGS = q_HGSD.new_full(q_HGSD.shape[:-1], -torch.inf, dtype=dtype)
-        for part in (*view.corrupted, *view.clean):
-            k, v = _keys(k_SHD, v_SHD, part)
-            out, lse = kernel.forward(q_HGSD[:, :, part.rows], k, v, part.spec, scale)
-            merge_into(out_HGSD, lse_HGS, part.rows, out, lse)
-        gathered = pending.wait() if pending is not None else None
-        for part in view.remote:
-            assert gathered is not None
-            k, v = _keys(gathered[part.run.rank, :, 0], gathered[part.run.rank, :, 1], part)
-            out, lse = kernel.forward(q_HGSD[:, :, part.rows], k, v, part.spec, scale)
-            merge_into(out_HGSD, lse_HGS, part.rows, out, lse)
-        out_SQD = _rows_first(out_HGSD).to(q_SQD.dtype)
-        ctx.view, ctx.exchange, ctx.kernel, ctx.scale = view, exchange, kernel, scale
-        # A forward inside a backward is a recomputation: its backward follows at once, so what was
-        # gathered is kept for it and not gathered a third time.
-        keep = gathered if torch._C._current_graph_task_id() != -1 else None
-        ctx.save_for_backward(q_SQD, k_SHD, v_SHD, out_SQD, lse_HGS, keep)
+        if given is not None:
+            out_SQD, lse_SQ, kept = *given, []
+        else:
+            # The backward of a recomputation follows at once, so what was fetched is kept for it
+            # and not fetched a third time.
+            keep = plan.keep_gathered or _in_backward()
+            out_SQD, lse_SQ, kept = _forward(q_SQD, k_SHD, v_SHD, plan, scale, keep)
+        ctx.plan, ctx.scale = plan, scale
+        ctx.save_for_backward(q_SQD, k_SHD, v_SHD, out_SQD, lse_SQ, *kept)
         return out_SQD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_SQD, k_SHD, v_SHD, out_SQD, lse_HGS, gathered = ctx.saved_tensors
-        view, exchange = ctx.view, ctx.exchange
-        pending = None
-        if exchange.active and gathered is None:
-            pending = exchange.gather(k_SHD[: view.num_sent], v_SHD[: view.num_sent])
-        heads = k_SHD.shape[1]
-        dtype = accumulation_dtype(q_SQD.dtype)
-        wide = _Wide(
-            kernel=ctx.kernel,
-            scale=ctx.scale,
-            q_HGSD=_heads_first(q_SQD, heads),
-            dout_HGSD=_heads_first(grads[0], heads),
-            out_HGSD=_heads_first(out_SQD, heads),
-            lse_HGS=lse_HGS,
-        )
-        dkv_S2HD = k_SHD.new_zeros((view.num_rows, 2, *k_SHD.shape[1:]), dtype=dtype)
+        q_SQD, k_SHD, v_SHD, out_SQD, lse_SQ, *kept = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        (dout_SQD,) = grads
+        dq_SQD = torch.zeros_like(q_SQD, dtype=lse_SQ.dtype)
+        dkv_S2HD = k_SHD.new_zeros((len(k_SHD), 2, *k_SHD.shape[1:]), dtype=lse_SQ.dtype)
+
+        def add(part: Part, k_KHD: Tensor, v_KHD: Tensor, dkv_K2HD: Tensor) -> None:
+            rows, keys = part.rows, part.keys
+            dq = dq_SQD[rows]
+            plan.kernel.backward(
+                dout_SQD[rows],
+                q_SQD[rows],
+                k_KHD[keys],
+                v_KHD[keys],
+                out_SQD[rows],
+                lse_SQ[rows],
+                part.spec,
+                ctx.scale,
+                dq,
+                dkv_K2HD[keys, 0],
+                dkv_K2HD[keys, 1],
+            )
+            if not isinstance(rows, slice):
+                dq_SQD[rows] = dq
+
         # Own corrupted keys first, while K/V arrive; then remote keys, whose gradients travel while
-        # the own clean keys are done.
-        for part in view.corrupted:
-            wide.add(part, k_SHD, v_SHD, dkv_S2HD)
-        sent = None
-        if exchange.active:
-            gathered = pending.wait() if pending is not None else gathered
-            dkv_RC2HD = torch.zeros_like(gathered, dtype=dtype)
-            for part in view.remote:
-                rank = part.run.rank
-                wide.add(part, gathered[rank, :, 0], gathered[rank, :, 1], dkv_RC2HD[rank])
-            sent = exchange.scatter(dkv_RC2HD, k_SHD.dtype)
-        for part in view.clean:
-            wide.add(part, k_SHD, v_SHD, dkv_S2HD)
-        if sent is not None:
-            exchange.collect(sent, dkv_S2HD[: view.num_sent])
-        dq_SQD = _rows_first(wide.dq_HGSD).to(q_SQD.dtype)
+        # the next ones and the own clean keys are done.
+        fetched = _fetched(plan, k_SHD, v_SHD) if not kept else None
+        if fetched is not None:
+            next(fetched)
+        for part in plan.view.corrupted:
+            add(part, k_SHD, v_SHD, dkv_S2HD)
+        returns = plan.exchange.returns(k_SHD.dtype) if plan.view.arrivals else None
+        for i, parts in enumerate(plan.view.arrivals):
+            assert returns is not None
+            kv_K2HD = kept[i] if fetched is None else next(fetched)
+            dkv_K2HD = torch.zeros_like(kv_K2HD, dtype=lse_SQ.dtype)
+            for part in parts:
+                add(part, kv_K2HD[:, 0], kv_K2HD[:, 1], dkv_K2HD)
+            returns.send(i, dkv_K2HD)
+        for part in plan.view.clean:
+            add(part, k_SHD, v_SHD, dkv_S2HD)
+        if returns is not None:
+            returns.collect(dkv_S2HD)
         dk_SHD, dv_SHD = dkv_S2HD.to(k_SHD.dtype).unbind(1)
-        return dq_SQD, dk_SHD, dv_SHD, None, None, None, None
+        return dq_SQD.to(q_SQD.dtype), dk_SHD, dv_SHD, None, None, None
 
 
-class _Wide:
-    """The backward of one call: adds each part's share to dq and to the keys' gradients."""
+def _fetched(plan: Plan, k_SHD: Tensor, v_SHD: Tensor) -> Iterator[Tensor]:
+    """First an empty tensor, when the first arrival has started; then K|V of each arrival.
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        scale: float,
-        q_HGSD: Tensor,
-        dout_HGSD: Tensor,
-        out_HGSD: Tensor,
-        lse_HGS: Tensor,
-    ) -> None:
-        self.kernel, self.scale = kernel, scale
-        self.q, self.dout, self.out, self.lse = q_HGSD, dout_HGSD, out_HGSD, lse_HGS
-        self.dq_HGSD = torch.zeros_like(q_HGSD, dtype=lse_HGS.dtype)
-
-    def add(self, part: Part, k_KHD: Tensor, v_KHD: Tensor, dkv_K2HD: Tensor) -> None:
-        """Add the share of `part`, whose keys stand in k_KHD and v_KHD, to dq and dkv_K2HD."""
-        rows, run = part.rows, slice(part.run.start, part.run.stop)
-        k, v = _keys(k_KHD, v_KHD, part)
-        dq, dk, dv = self.kernel.backward(
-            self.dout[:, :, rows],
-            self.q[:, :, rows],
-            k,
-            v,
-            self.out[:, :, rows],
-            self.lse[:, :, rows],
-            part.spec,
-            self.scale,
-        )
-        self.dq_HGSD[:, :, rows] += dq
-        dkv_K2HD[run, 0] += dk.transpose(0, 1)
-        dkv_K2HD[run, 1] += dv.transpose(0, 1)
-
-
-def _heads_first(x_SQD: Tensor, key_heads: int) -> Tensor:
-    """[S, Q, D] as [H, G, S, D]; query head h * G + g reads key head h, as in Megatron."""
-    rows, heads, dim = x_SQD.shape
-    return x_SQD.view(rows, key_heads, heads // key_heads, dim).permute(1, 2, 0, 3).contiguous()
-
-
-def _rows_first(x_HGSD: Tensor) -> Tensor:
-    """[H, G, S, D] as [S, Q, D]."""
-    return x_HGSD.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _keys(k_KHD: Tensor, v_KHD: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """The part's keys and values, [H, K, D] each."""
-    run = slice(part.run.start, part.run.stop)
-    return k_KHD[run].transpose(0, 1).contiguous(), v_KHD[run].transpose(0, 1).contiguous()
+    The next one is started before this one is handed out.
+    """
+    arrivals = len(plan.view.arrivals)
+    if not arrivals:
+        yield k_SHD[:0]
+        return
+    fetch = plan.exchange.fetch(k_SHD, v_SHD)
+    fetch.start(0)
+    yield k_SHD[:0]
+    for i in range(arrivals):
+        kv_K2HD = fetch.wait(i)
+        if i + 1 < arrivals:
+            fetch.start(i + 1)
+        yield kv_K2HD

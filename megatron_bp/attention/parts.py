@@ -1,42 +1,67 @@
-"""Visibility cut into parts: for each rank's clean or corrupted keys, which rows see which.
+"""Visibility cut into parts: which rows see which keys of each buffer that keys stand in.
 
-Made once a micro-batch on the host, used by every layer. What a rank holds stands in its memory in
-ascending order, so the keys that it holds of any interval are one interval of its memory: one part
-covers all its clean keys, and one its corrupted keys. Knows no model and no process group.
+Made once a layout on the host, used by every layer. Keys stand in a buffer in ascending order, so
+those that a row sees of any interval are one interval of the buffer: one part covers all clean keys
+of a buffer, and one its corrupted keys. Knows no model and no process group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from megatron_bp.attention.kernels.contract import Intervals, row_tiles
-from megatron_bp.attention.merge import Rows
+from megatron_bp.attention.kernels.contract import Kernel
 from megatron_bp.sequence.plan import RankRows
 from megatron_bp.sequence.visibility import Visibility
 
+Rows = slice | Tensor
 
-@dataclass(frozen=True)
-class Run:
-    """Keys [start, stop) among the rows of rank `rank` of the clean shard group."""
 
-    rank: int
-    start: int
-    stop: int
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The rows whose keys stand in one buffer: clean ones, `gap` that nobody sees, corrupted ones.
+
+    Attributes:
+        clean: int32, positions, ascending.
+        corrupted: int64, places in the corrupted order, ascending.
+        gap: see above.
+    """
+
+    clean: NDArray[np.int32]
+    corrupted: NDArray[np.int64]
+    gap: int = 0
+
+    @classmethod
+    def of_rank(cls, rows: RankRows) -> "Held":
+        """The rows of a rank as they stand in its memory."""
+        return cls(rows.clean, rows.corrupted, rows.filling)
+
+    @classmethod
+    def sent_by(cls, rows: RankRows) -> "Held":
+        """Those of its first rows that a rank sends: the clean ones, or all."""
+        if rows.num_sent == len(rows.clean):
+            return cls(rows.clean, rows.corrupted[:0])
+        return cls.of_rank(rows)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some local rows and the run of keys that they see part of: `pairs` (row, key) in all.
+    """Some of this rank's rows and the keys of a buffer that they see part of.
 
-    The number is kept from the host: asking `spec` for it would wait for the device.
+    Attributes:
+        rows: which rows.
+        keys: which keys of the buffer.
+        spec: what the kernel prepared for them.
+        pairs: visible (row, key) pairs, kept from the host.
     """
 
     rows: Rows
-    run: Run
-    spec: Intervals
+    keys: slice
+    spec: Any
     pairs: int
 
 
@@ -47,87 +72,84 @@ class View:
     Attributes:
         corrupted: over this rank's own corrupted rows. Needs no exchange, as the next.
         clean: over this rank's own clean rows.
-        remote: over rows of other ranks, as the exchange brings them.
-        num_sent: of this rank's rows the first `num_sent` are sent to the others.
-        num_rows: all of this rank's rows.
+        arrivals: over rows of other ranks, for each buffer in which the exchange brings them.
     """
 
     corrupted: tuple[Part, ...]
     clean: tuple[Part, ...]
-    remote: tuple[Part, ...]
-    num_sent: int
-    num_rows: int
+    arrivals: tuple[tuple[Part, ...], ...]
+
+    @property
+    def pairs(self) -> int:
+        """Visible pairs of all parts."""
+        remote = (part for parts in self.arrivals for part in parts)
+        return sum(part.pairs for part in (*self.corrupted, *self.clean, *remote))
 
 
 def make_view(
     visible: Visibility,
-    shards: tuple[RankRows, ...],
-    rank: int,
-    tile_rows: int,
+    mine: Held,
+    arrivals: Sequence[Held],
+    kernel: Kernel,
     device: torch.device,
 ) -> View:
-    """The parts of `visible` on rank `rank` of the clean shard group.
+    """The parts of `visible`.
 
     Args:
         visible: what this rank's rows see.
-        shards: the rows of each rank of the group. Of another rank only what it sends is seen.
-        rank: this rank.
-        tile_rows: rows of a tile of the kernel.
-        device: where the kernel works.
+        mine: the rows of this rank.
+        arrivals: the rows in each buffer that arrives.
+        kernel: prepares the parts.
+        device: where it works.
     """
     clean = (visible.clean_lo.numpy(), visible.clean_hi.numpy())
     own = (visible.own_lo.numpy(), visible.own_hi.numpy())
-    corrupted: list[Part] = []
-    local: list[Part] = []
-    remote: list[Part] = []
-    for holder, shard in enumerate(shards):
-        mine = holder == rank
-        part = _part(*clean, Run(holder, 0, len(shard.clean)), shard.clean, tile_rows, device)
-        (local if mine else remote).extend(part)
-        if mine or shard.num_sent > shard.num_clean:
-            run = Run(holder, shard.num_clean, shard.num_rows)
-            part = _part(*own, run, shard.corrupted, tile_rows, device)
-            (corrupted if mine else remote).extend(part)
-    here = shards[rank]
-    held = sum(part.pairs for part in (*corrupted, *local, *remote))
-    assert held == visible.pairs(), "a row sees keys that no rank of its clean shard group holds"
-    return View(tuple(corrupted), tuple(local), tuple(remote), here.num_sent, here.num_rows)
+
+    def of_clean(held: Held) -> tuple[Part, ...]:
+        return _part(*clean, held.clean, 0, kernel, device)
+
+    def of_corrupted(held: Held) -> tuple[Part, ...]:
+        return _part(*own, held.corrupted, len(held.clean) + held.gap, kernel, device)
+
+    view = View(
+        of_corrupted(mine),
+        of_clean(mine),
+        tuple((*of_clean(held), *of_corrupted(held)) for held in arrivals),
+    )
+    assert view.pairs == visible.pairs(), "a row sees keys that no rank of its clean shard group holds"
+    return view
 
 
 def _part(
     lo: NDArray[np.int32],
     hi: NDArray[np.int32],
-    run: Run,
     held: NDArray[Any],
-    tile_rows: int,
+    first_key: int,
+    kernel: Kernel,
     device: torch.device,
-) -> list[Part]:
+) -> tuple[Part, ...]:
     """The part of the rows that see some key of `held`, if any does.
 
     Args:
         lo: what each row sees, [lo, hi).
         hi: see lo.
-        run: where the held keys stand.
         held: ascending, in the numbers of lo and hi.
-        tile_rows: see `make_view`, as is device.
+        first_key: where in the buffer they begin.
+        kernel: see `make_view`, as is device.
         device: see there.
     """
     start, stop = np.searchsorted(held, lo), np.searchsorted(held, hi)
     seeing = np.flatnonzero(stop > start)
     if len(seeing) == 0:
-        return []
+        return ()
     first, last = int(start[seeing].min()), int(stop[seeing].max())
     lo = (start[seeing] - first).astype(np.int32)
     hi = (stop[seeing] - first).astype(np.int32)
-    spec = Intervals(
-        lo=torch.from_numpy(lo).to(device),
-        hi=torch.from_numpy(hi).to(device),
-        tiles=row_tiles(lo, hi, tile_rows),
-    )
     rows: Rows
     if seeing[-1] - seeing[0] + 1 == len(seeing):
         rows = slice(int(seeing[0]), int(seeing[-1]) + 1)
     else:
         rows = torch.from_numpy(seeing).to(device)
+    keys = slice(first_key + first, first_key + last)
     pairs = int((hi - lo).sum(dtype=np.int64))
-    return [Part(rows, Run(run.rank, run.start + first, run.start + last), spec, pairs)]
+    return (Part(rows, keys, kernel.prepare(lo, hi, device), pairs),)

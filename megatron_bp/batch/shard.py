@@ -4,7 +4,6 @@ Every rank derives its own rows; nothing is broadcast. Rows come clean first (by
 those that only fill up, then corrupted (by place). Takes ranks as integers, sees no process group.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from megatron_bp.diffusion.corruption import Corruption, Term
 from megatron_bp.sequence.packing import Sample
 from megatron_bp.sequence.plan import RankRows, SequencePlan
-from megatron_bp.sequence.visibility import Visibility, corrupted_positions, visibility
+from megatron_bp.sequence.visibility import corrupted_positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +51,8 @@ class LocalBatch:
             corrupted; 0 for a clean row.
         corruptible, corrupted: how many of the rows' tokens could be corrupted, and were.
         num_clean: the first `num_clean` rows are clean.
-        visibility: one for each distinct window of the model's layers (None = no window).
+        index: int32[S], position in the packed row (clean row) or place in the corrupted order
+            (corrupted row); -1 for a row that only fills up.
         clean_tokens: this rank's share of the sample's tokens, computed or not (padding left out):
             all of them on the slot's first rank.
         own_rows: bool[S], rows that this rank counts where each row of the sample counts once
@@ -68,7 +68,7 @@ class LocalBatch:
     corruptible: int
     corrupted: int
     num_clean: int
-    visibility: dict[int | None, Visibility]
+    index: Tensor
     clean_tokens: int
     own_rows: Tensor
     shards: tuple[RankRows, ...]
@@ -79,7 +79,6 @@ def local_batch(
     plan: SequencePlan,
     corruption: Corruption,
     rank: int,
-    windows: Iterable[int | None] = (None,),
     multiple: int = 1,
 ) -> LocalBatch:
     """The rows of slot rank `rank`.
@@ -89,7 +88,6 @@ def local_batch(
         plan: who computes which of its rows.
         corruption: what the corrupted rows hold, and what rows are scored on.
         rank: slot rank.
-        windows: the distinct windows of the model's layers.
         multiple: rows that only fill up are added until there is a multiple of this many (under
             sequence parallelism TP), and at least one.
 
@@ -109,8 +107,8 @@ def local_batch(
     of_corrupted = corrupted_positions(plan)[corrupted]
     scorer = plan.scorer[clean] == rank
 
-    def join(of_clean: NDArray[Any], of_corrupted: NDArray[Any]) -> Tensor:
-        nothing = np.zeros(filling, dtype=of_corrupted.dtype)
+    def join(of_clean: NDArray[Any], of_corrupted: NDArray[Any], fill: int = 0) -> Tensor:
+        nothing = np.full(filling, fill, dtype=of_corrupted.dtype)
         parts = [of_clean.astype(of_corrupted.dtype), nothing, of_corrupted]
         return torch.from_numpy(np.concatenate(parts))
 
@@ -137,7 +135,7 @@ def local_batch(
         corruptible=int(np.count_nonzero(corruption.corruptible[corrupted])),
         corrupted=int(np.count_nonzero(corruption.corrupted[corrupted])),
         num_clean=mine.num_clean,
-        visibility={w: visibility(plan, clean, corrupted, w, filling) for w in windows},
+        index=join(clean, corrupted.astype(np.int32), -1),
         clean_tokens=int(np.count_nonzero(sample.document >= 0)) if rank == 0 else 0,
         own_rows=join(scorer, np.ones(len(corrupted), dtype=np.bool_)),
         shards=shards,

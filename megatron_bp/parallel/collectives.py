@@ -3,7 +3,7 @@
 Shapes: n ranks of the group, W words a row. No autograd here: see attention/exchange.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,14 @@ class Pending:
     """A collective on its way: `wait()` gives its result."""
 
     result: Tensor
-    work: dist.Work | None
+    works: list[dist.Work]
+    sending: Tensor  # must live until it is sent
 
     def wait(self) -> Tensor:
         """The result, once it is there (on CUDA: ordered after the current stream)."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        for work in self.works:
+            work.wait()
+        self.works = []
         return self.result
 
 
@@ -31,9 +32,9 @@ def all_gather(rows: Tensor, group: dist.ProcessGroup) -> tuple[Pending, int]:
     """Every rank's rows [L, W] as [n, L, W], and the bytes this rank sends to the others."""
     n = group.size()
     out = rows.new_empty((n, *rows.shape))
-    flat = out.view(-1, *rows.shape[1:])
-    work = _all_gather()(flat, rows.contiguous(), group=group, async_op=True)
-    return Pending(out, work), (n - 1) * rows.numel() * rows.element_size()
+    flat, rows = out.view(-1, *rows.shape[1:]), rows.contiguous()
+    work = _all_gather()(flat, rows, group=group, async_op=True)
+    return Pending(out, [work], rows), (n - 1) * rows.numel() * rows.element_size()
 
 
 def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> tuple[Pending, int]:
@@ -42,7 +43,40 @@ def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> tuple[Pending, int]:
     rows = rows.contiguous()
     out = torch.empty_like(rows)
     work = dist.all_to_all_single(out, rows, group=group, async_op=True)
-    return Pending(out, work), (n - 1) * rows[0].numel() * rows.element_size()
+    return Pending(out, [work], rows), (n - 1) * rows[0].numel() * rows.element_size()
+
+
+def all_to_all_uneven(
+    rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Pending, int]:
+    """Of [s, W] the first send[0] rows go to rank 0, and so on; receive[r] come of rank r.
+
+    What arrives stands rank after rank. And the bytes this rank sends to the others.
+    """
+    rows = rows.contiguous()
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    work = dist.all_to_all_single(out, rows, list(receive), list(send), group=group, async_op=True)
+    away = sum(send) - send[group.rank()]
+    return Pending(out, [work], rows), away * rows[:1].numel() * rows.element_size()
+
+
+def pass_on(rows: Tensor, arriving: int, group: dist.ProcessGroup, tag: int) -> tuple[Pending, int]:
+    """Rows [s, W] go to the next rank of the group, [arriving, W] come of the one before.
+
+    `tag` tells passes apart that are under way at once. And the bytes sent.
+    """
+    rows = rows.contiguous()
+    out = rows.new_empty((arriving, *rows.shape[1:]))
+    here, ranks = group.rank(), group.size()
+    peers = dist.get_process_group_ranks(group)
+    to, of = peers[(here + 1) % ranks], peers[(here - 1) % ranks]
+    both = []
+    if len(rows):
+        both.append(dist.P2POp(dist.isend, rows, to, group, tag))
+    if arriving:
+        both.append(dist.P2POp(dist.irecv, out, of, group, tag))
+    works = dist.batch_isend_irecv(both) if both else []
+    return Pending(out, works, rows), rows.numel() * rows.element_size()
 
 
 def gather_numbers(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:

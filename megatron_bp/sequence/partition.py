@@ -39,10 +39,14 @@ class Runs:
         last = np.append(first[1:], True)[: len(first)]
         return cls(start[first], stop[last], rank[first])
 
+    def spans(self, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(start, stop), int64: the runs of a rank, ascending."""
+        mine = slice(*np.searchsorted(self.rank, [rank, rank + 1]))
+        return self.start[mine], self.stop[mine]
+
     def rows(self, rank: int) -> NDArray[np.int64]:
         """int64: the rows of a rank, ascending."""
-        mine = slice(*np.searchsorted(self.rank, [rank, rank + 1]))
-        return expand(self.start[mine], self.stop[mine])
+        return expand(*self.spans(rank))
 
 
 def expand(start: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.int64]:

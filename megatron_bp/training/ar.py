@@ -24,7 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_bp.attention.exchange import CleanExchange
+from megatron_bp.attention.exchange.base import Traffic
 from megatron_bp.batch.dataset import samples_of
 from megatron_bp.batch.shard import LocalBatch, LocalTerm
 from megatron_bp.diffusion.loss import report
@@ -161,13 +161,12 @@ def forward_step(
         settings.nonfinite.check(total, join(samples), model.training)
     exact = (output.detach().to(torch.float64) * batch.scored.to(device)).sum()
     if settings.metrics is not None:
-        group = get_attr_wrapped_model(model, "pg_collection").cp
         text = sum(float(sample.document_bytes.sum()) for sample in samples)
         settings.metrics.add(
             Sums(exact[None], exact.new_zeros(BINS), exact.new_zeros(BINS)),
             _as_local(batch),
             batch.tokens.numel(),
-            CleanExchange(group, (0,)),
+            Traffic(),
             text,
         )
     return total, partial(loss_function, batch.count, {"ar loss": report(exact, batch.count)})
@@ -185,7 +184,7 @@ def _as_local(batch: ArBatch) -> LocalBatch:
         corruptible=0,
         corrupted=0,
         num_clean=len(scored),
-        visibility={},
+        index=torch.arange(len(scored), dtype=torch.int32),
         clean_tokens=int(torch.count_nonzero(batch.document >= 0)),
         own_rows=torch.ones_like(scored),
         shards=(),

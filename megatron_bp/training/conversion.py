@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_bp.attention.layout import make_layout
 from megatron_bp.batch.dataset import samples_of
 from megatron_bp.batch.shard import local_batch
 from megatron_bp.data.document import Document
@@ -27,7 +28,7 @@ from megatron_bp.model.reference import forget
 from megatron_bp.parallel.collectives import all_gather
 from megatron_bp.sequence.packing import Sample, pack
 from megatron_bp.sequence.plan import SequenceOptions, make_plan
-from megatron_bp.training.step import StepSettings, make_layout, stage_windows
+from megatron_bp.training.step import StepSettings, stage_windows
 
 TOKENS = 1024  # of the document; the reference's attention is quadratic in memory
 LOOKED_AT = 8  # rows of the data set, for their longest document
@@ -237,11 +238,18 @@ def _ours(chunks: list[Any], settings: StepSettings, sample: Sample) -> _Tap:
         plan,
         corruption,
         int(groups.slot.rank()),
-        windows,
         groups.tp.size() if config.sequence_parallel else 1,
     )
-    layout = make_layout(batch, groups.clean_shard, device)
-    index = next(iter(batch.visibility.values())).index
+    layout = make_layout(
+        plan,
+        batch.shards,
+        int(groups.slot.rank()),
+        windows,
+        batch.position_ids.to(device),
+        groups.clean_shard,
+        settings.attention,
+    )
+    index = batch.index
     rows = torch.nonzero((torch.arange(len(index)) < batch.num_clean) & (index >= 0)).flatten()
     tap = _Tap(rows.to(device), index[rows].long().to(device))
 

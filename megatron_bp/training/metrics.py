@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bp.attention.exchange import CleanExchange
+from megatron_bp.attention.exchange.base import Traffic
 from megatron_bp.batch.shard import LocalBatch
 from megatron_bp.diffusion.loss import divisors
 from megatron_bp.model.output import LossHead
@@ -127,7 +127,7 @@ class _Pile:
 
     sums: list[Sums] = field(default_factory=list)
     counted: list[_Counted] = field(default_factory=list)
-    exchanges: list[CleanExchange] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
     bytes_of_text: list[float] = field(default_factory=list)
     costs: list[int] = field(default_factory=list)
     began: float | None = None
@@ -148,32 +148,32 @@ class Metrics:
         if self._pile.began is None:
             self._pile.began = time.perf_counter()
 
-    def sending(self, exchange: CleanExchange) -> None:
+    def sending(self, traffic: Traffic) -> None:
         """What `add` is for a stage that has no loss."""
-        self._pile.exchanges.append(exchange)
+        self._pile.traffic.append(traffic)
 
     def add(
         self,
         sums: Sums,
         batch: LocalBatch,
         cost: int,
-        exchange: CleanExchange,
+        traffic: Traffic,
         bytes_of_text: float,
     ) -> None:
-        """A micro-batch's forward is done; its exchange still counts until the step ends.
+        """A micro-batch's forward is done; its traffic still counts until the step ends.
 
         Args:
             sums: see `measure`.
             batch: this rank's rows.
             cost: this rank's planned work in visible pairs.
-            exchange: knows the bytes sent once the backward is done.
+            traffic: knows the bytes sent once the backward is done.
             bytes_of_text: of the whole sample, in every copy, on one rank of the slot, 0 on the
                 others; NaN where the data does not tell.
         """
         self._pile.bytes_of_text.append(bytes_of_text)
         self._pile.sums.append(sums)
         self._pile.counted.append(_counted(batch))
-        self._pile.exchanges.append(exchange)
+        self._pile.traffic.append(traffic)
         self._pile.costs.append(cost)
 
     def drop(self) -> None:
@@ -194,7 +194,7 @@ class Metrics:
         if pile.began is None:
             return None
         of_rank = [
-            sum(e.bytes_sent for e in pile.exchanges),
+            sum(t.bytes_sent for t in pile.traffic),
             time.perf_counter() - pile.began,
             torch.cuda.max_memory_allocated(),
         ]

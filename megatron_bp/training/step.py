@@ -13,10 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_bp.attention.core_attention import layer_window
-from megatron_bp.attention.exchange import CleanExchange
-from megatron_bp.attention.kernels import tiled
-from megatron_bp.attention.layout import Layout
-from megatron_bp.attention.parts import make_view
+from megatron_bp.attention.layout import AttentionOptions, Layout, make_layout
 from megatron_bp.batch.shard import LocalBatch, local_batch
 from megatron_bp.diffusion.loss import LossSum, divisors, report
 from megatron_bp.diffusion.objective import Objective
@@ -35,6 +32,7 @@ class StepSettings:
     Attributes:
         sequence: how samples are planned.
         objective: how they are corrupted and scored.
+        attention: how attention is computed.
         micro_batches: micro-batches of this rank in a training step (True) or in a step of an
             evaluation (False).
         metrics: where a micro-batch's numbers go; None for nowhere.
@@ -44,6 +42,7 @@ class StepSettings:
 
     sequence: SequenceOptions
     objective: Objective
+    attention: AttentionOptions
     micro_batches: Callable[[bool], int]
     metrics: Metrics | None = None
     nonfinite: NonFinite | None = None
@@ -53,19 +52,6 @@ class StepSettings:
     def __post_init__(self) -> None:
         reader = StepReader(self.sequence, self.objective, self.count_rows)
         object.__setattr__(self, "reader", reader)
-
-
-def make_layout(batch: LocalBatch, group: torch.distributed.ProcessGroup, device: Any) -> Layout:
-    """The Layout of a micro-batch on this rank of the clean shard group."""
-    rank = int(group.rank())
-    return Layout(
-        positions=batch.position_ids.to(device, non_blocking=True),
-        views={
-            window: make_view(visible, batch.shards, rank, tiled.TILE_ROWS, device)
-            for window, visible in batch.visibility.items()
-        },
-        exchange=CleanExchange(group, tuple(shard.num_sent for shard in batch.shards)),
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +73,9 @@ class Forward:
     slot_rank: int
 
 
-def run_model(micro: MicroBatch, objective: Objective, model: torch.nn.Module) -> Forward:
+def run_model(
+    micro: MicroBatch, objective: Objective, attention: AttentionOptions, model: torch.nn.Module
+) -> Forward:
     """The model, or the stage of it that `model` is, on this rank's rows of a micro-batch."""
     groups, config = get_attr_wrapped_model(model, "pg_collection"), get_model_config(model)
     device = next(model.parameters()).device
@@ -97,10 +85,17 @@ def run_model(micro: MicroBatch, objective: Objective, model: torch.nn.Module) -
         micro.plan,
         micro.corruption,
         rank,
-        stage_windows(model),
         groups.tp.size() if config.sequence_parallel else 1,
     )
-    layout = make_layout(batch, groups.clean_shard, device)
+    layout = make_layout(
+        micro.plan,
+        batch.shards,
+        rank,
+        stage_windows(model),
+        batch.position_ids.to(device, non_blocking=True),
+        groups.clean_shard,
+        attention,
+    )
     head = None
     if get_attr_wrapped_model(model, "post_process"):
         scored = scored_rows(batch.terms, micro.scales.scales).to(device)
@@ -117,6 +112,8 @@ def run_model(micro: MicroBatch, objective: Objective, model: torch.nn.Module) -
     if objective.self_conditioning > 0:
         condition = condition_of(micro, objective, batch, int(groups.clean_shard.rank()))
         embedded = conditioned_input(model, forward, ids, positions, condition, objective)
+        if layout.results is not None:
+            layout.results.clear()  # the first pass has no backward
     output = forward(decoder_input=embedded, output_processor=head)
     return Forward(output, batch, layout, head, rank)
 
@@ -141,10 +138,10 @@ def forward_step(
         next(model.parameters()).device,
         model.training,
     )
-    forward = run_model(micro, settings.objective, model)
+    forward = run_model(micro, settings.objective, settings.attention, model)
     if forward.head is None:
         if settings.metrics is not None:
-            settings.metrics.sending(forward.layout.exchange)
+            settings.metrics.sending(forward.layout.traffic)
         return forward.output, None  # Megatron asks for the loss in the last stage alone
     sums = measure(forward.batch, forward.head)
     if settings.nonfinite is not None:
@@ -152,7 +149,7 @@ def forward_step(
     if settings.metrics is not None:
         cost = int(micro.plan.cost[forward.slot_rank])
         text = bytes_of_text(micro) if forward.slot_rank == 0 else 0.0
-        settings.metrics.add(sums, forward.batch, cost, forward.layout.exchange, text)
+        settings.metrics.add(sums, forward.batch, cost, forward.layout.traffic, text)
     terms = forward.batch.terms
     count = sum(terms[k].count for k in micro.scales.reference)
     by = divisors([term.count for term in terms], [term.joint for term in terms])

@@ -333,7 +333,7 @@ def hidden_rows(
     corruption = corrupt(sample, plan, Objective(MASK, VOCABULARY, SEED))
     batch = local_batch(sample, plan, corruption, rank)
     ids = batch.input_ids.clone()
-    index = batch.visibility[None].index
+    index = batch.index
     if block is not None:
         clean = index[: batch.num_clean].long()
         hit = torch.from_numpy(plan.block_of)[clean] == block

@@ -1,20 +1,22 @@
 """Attention in every mode against the dense oracle, outputs and every gradient, float64."""
 
-import dataclasses
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import oracle
 import pytest
 import torch
 from cases import CASES, Case, sample_of
 from ranks import run_ranks
-from traffic import clean_shard
+from traffic import Sent, clean_shard, recording
 
-from megatron_bp.attention.exchange import CleanExchange
-from megatron_bp.attention.function import attend
-from megatron_bp.attention.kernels import tiled
-from megatron_bp.attention.parts import View, make_view
-from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
-from megatron_bp.sequence.visibility import visibility
+from megatron_bp.attention.exchange.choose import ExchangeOptions
+from megatron_bp.attention.kernels.tiled import Tiled
+from megatron_bp.attention.layout import AttentionOptions, Layout, make_layout
+from megatron_bp.attention.parts import Held
+from megatron_bp.sequence.plan import RankRows, SequenceOptions, SequencePlan, make_plan
 
 SCALE = 0.37
 Degrees = tuple[int, int]  # BP, CP
@@ -46,29 +48,49 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, torch.Te
     }
 
 
+@dataclass(frozen=True)
+class How:
+    """How a test computes attention: `AttentionOptions`, and tiles of the tiled kernel."""
+
+    form: str = "all_gather"
+    most_rows: int | None = None
+    over_heads: bool = False
+    keep_gathered: bool = False
+    tiles: tuple[int, int] = (5, 3)
+
+    def options(self) -> AttentionOptions:
+        exchange = ExchangeOptions(self.form, self.most_rows)
+        return AttentionOptions(Tiled(*self.tiles), exchange, self.over_heads, self.keep_gathered)
+
+
+@dataclass(frozen=True)
+class Local:
+    """One rank's part of a case.
+
+    Attributes:
+        rows: which of the T + X rows it computes, in its order (-1 for a row that fills up).
+        plan: how they attend.
+        scores: whether it is the one that gives the row's upstream gradient.
+        layout: whose `traffic` counts.
+    """
+
+    rows: torch.Tensor
+    plan: Any
+    scores: torch.Tensor
+    layout: Layout
+
+
 def local(
     case: Case,
     degrees: Degrees,
     rank: int,
-    multiple: int,
-    tile_rows: int,
+    how: How = How(),
+    multiple: int = 1,
     scored: bool = False,
-    forget_filling: bool = False,
-) -> tuple[torch.Tensor, View, CleanExchange, torch.Tensor]:
-    """Which of the T + X rows the rank computes, in its order (-1 for a row that fills up).
-
-    And its view, its exchange, and whether it is the one that gives the row's upstream gradient.
-    """
+) -> Local:
     plan = plan_of(case, degrees, scored)
     shards = tuple(plan.rows_of(peer, multiple) for peer in plan.shard_group(rank))
     mine = shards[rank % degrees[1]]
-    visible = visibility(plan, mine.clean, mine.corrupted, case.window, mine.filling)
-    group = clean_shard(degrees, rank)
-    seen = shards
-    if forget_filling:
-        seen = tuple(s if s is mine else dataclasses.replace(s, filling=0) for s in shards)
-    view = make_view(visible, seen, int(group.rank()), tile_rows, torch.device("cpu"))
-    exchange = CleanExchange(group, tuple(shard.num_sent for shard in shards))
     filling = [-1] * mine.filling
     rows = [*mine.clean, *filling, *(len(plan.block_of) + mine.corrupted)]
     scores = [
@@ -76,7 +98,15 @@ def local(
         *map(bool, filling),
         *([True] * len(mine.corrupted)),
     ]
-    return torch.tensor(rows, dtype=torch.long), view, exchange, torch.tensor(scores)
+    positions = torch.zeros(len(rows), dtype=torch.long)
+    group = clean_shard(degrees, rank)
+    layout = make_layout(plan, shards, rank, [case.window], positions, group, how.options())
+    return Local(
+        torch.tensor(rows, dtype=torch.long),
+        layout.plans[case.window],
+        torch.tensor(scores),
+        layout,
+    )
 
 
 def on_rank(
@@ -84,23 +114,29 @@ def on_rank(
     world: int,
     case: Case,
     degrees: Degrees,
-    dtype: torch.dtype,
-    multiple: int,
-    tile_rows: int,
-    tile_keys: int,
+    how: How,
+    dtype: torch.dtype = torch.float64,
+    multiple: int = 1,
     forget_filling: bool = False,
 ) -> dict[str, torch.Tensor]:
-    tiled.TILE_KEYS = tile_keys
-    rows, view, exchange, scores = local(
-        case, degrees, rank, multiple, tile_rows, forget_filling=forget_filling
-    )
-    whole = inputs(case, dtype)
+    forgotten = mock.patch.object(Held, "sent_by", _without_filling)
+    with forgotten if forget_filling else contextlib.nullcontext():
+        mine = local(case, degrees, rank, how, multiple)
+    rows, scores, whole = mine.rows, mine.scores, inputs(case, dtype)
     q, k, v = (whole[n][rows].clone().requires_grad_() for n in "qkv")
-    out = attend(q, k, v, view, exchange, tiled, SCALE)
-    dout = whole["dout"][rows]
-    dout[(rows >= 0) & ~scores] = 0  # another rank's replica hands it on
-    out.backward(dout)
+    sent: list[Sent] = []
+    with recording(sent):
+        out = mine.plan.attend(q, k, v, SCALE)
+        dout = whole["dout"][rows]
+        dout[(rows >= 0) & ~scores] = 0  # another rank's replica hands it on
+        out.backward(dout)
+    assert mine.layout.traffic.bytes_sent == sum(s.bytes for s in sent)
     return {"rows": rows, "out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def _without_filling(rows: RankRows) -> Held:
+    every = rows.num_sent > len(rows.clean)
+    return Held(rows.clean, rows.corrupted if every else rows.corrupted[:0])
 
 
 def whole_of(results: list[dict[str, torch.Tensor]], rows: int) -> dict[str, torch.Tensor]:
@@ -147,35 +183,59 @@ def dense(case: Case) -> dict[str, torch.Tensor]:
     return {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad, "computed": computed}
 
 
+HOWS = [
+    How(),
+    How(most_rows=8, tiles=(256, 1024)),
+    How("ring"),
+    How("needed_rows"),
+    How("needed_rows", most_rows=3, keep_gathered=True),
+    How("auto", keep_gathered=True),
+]
+
+
+def fits(how: How, degrees: Degrees) -> bool:
+    """Whether there is such an exchange in this mode."""
+    bp, cp = degrees
+    if cp == 1:
+        return how == HOWS[0]
+    return bp > 1 or how.form in ("all_gather", "ring")
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("degrees", MODES, ids=[f"bp{bp} cp{cp}" for bp, cp in MODES])
 @pytest.mark.parametrize("name", CASES)
 def test_attention_is_one_dense_softmax(name: str, degrees: Degrees) -> None:
     case = CASES[name]
     want = dense(case)
-    for multiple, tile_rows, tile_keys in ((1, 5, 3), (4, 256, 1024)):
-        more = (torch.float64, multiple, tile_rows, tile_keys)
-        got = whole_of(run_ranks(max(degrees), on_rank, case, degrees, *more), len(want["out"]))
+    hows = [how for how in HOWS if fits(how, degrees)]
+    bp, cp = degrees
+    if bp < cp and case.heads % cp == 0 and (case.groups % cp == 0 or cp % case.groups == 0):
+        hows.append(How(over_heads=True))
+    for i, how in enumerate(hows):
+        more = (torch.float64, 4 if i % 2 else 1)
+        results = run_ranks(max(degrees), on_rank, case, degrees, how, *more)
+        got = whole_of(results, len(want["out"]))
         assert torch.equal(got.pop("computed"), want["computed"])
         for tensor, value in got.items():
             error = (value - want[tensor]).abs().max().item() if value.numel() else 0
-            assert error < 1e-9, f"{tensor}: {error} with tiles of {tile_rows} x {tile_keys}"
+            assert error < 1e-9, f"{tensor}: {error} with {how}"
 
 
 @pytest.mark.ranks
-def test_rows_that_fill_up_on_other_ranks_count_in_where_their_keys_stand() -> None:
+@pytest.mark.parametrize("how", [How(), How("ring")])
+def test_rows_that_fill_up_on_other_ranks_count_in_where_their_keys_stand(how: How) -> None:
     """A planted fault: without them corrupted keys of other ranks are looked for too early.
 
     22 rows a rank are filled up to 24, and the unit [8, 12) is cut at 11.
     """
     case = CASES["one document"]
     want = dense(case)
-    more = (torch.float64, 8, 5, 3)
-    got = whole_of(run_ranks(2, on_rank, case, (1, 2), *more), len(want["out"]))
+    more = (case, (1, 2), how, torch.float64, 8)
+    got = whole_of(run_ranks(2, on_rank, *more), len(want["out"]))
     for name in ("out", "dq", "dk", "dv"):
         assert (got[name] - want[name]).abs().max() < 1e-9, name
     with pytest.raises(AssertionError, match="fills up must give 0 and get no gradient"):
-        whole_of(run_ranks(2, on_rank, case, (1, 2), *more, True), len(want["out"]))
+        whole_of(run_ranks(2, on_rank, *more, True), len(want["out"]))
 
 
 @pytest.mark.ranks
@@ -199,7 +259,7 @@ def test_low_precision_stays_near_a_plain_softmax_of_the_same_type(dtype: torch.
     plain_out = torch.zeros_like(whole["q"])
     plain_out[real] = plain[0].transpose(0, 1).detach()
     reference = {"out": plain_out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    got = whole_of(run_ranks(2, on_rank, case, (2, 2), dtype, 1, 5, 3), len(want["out"]))
+    got = whole_of(run_ranks(2, on_rank, case, (2, 2), How(), dtype), len(want["out"]))
     for name, exact in want.items():
         error = (got[name].double() - exact).abs().max()
         budget = 2 * (reference[name].double() - exact).abs().max() + torch.finfo(dtype).eps
@@ -211,11 +271,11 @@ def on_rank_uniform(
 ) -> dict[str, torch.Tensor]:
     """dV of case 6: constant K, upstream ones, blocks of 2."""
     case = Case((length,), 2, heads=1, groups=1, head_dim=1)
-    rows, view, exchange, scores = local(case, degrees, rank, 1, 256, scored=True)
-    q, k, v = (torch.ones(len(rows), 1, 1, dtype=torch.float64, requires_grad=True) for _ in "qkv")
-    out = attend(q, k, v, view, exchange, tiled, SCALE)
-    out[scores].sum().backward()
-    return {"rows": rows, "dv": v.grad.flatten()}
+    mine = local(case, degrees, rank, scored=True)
+    ones = (len(mine.rows), 1, 1)
+    q, k, v = (torch.ones(ones, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    mine.plan.attend(q, k, v, SCALE)[mine.scores].sum().backward()
+    return {"rows": mine.rows, "dv": v.grad.flatten()}
 
 
 @pytest.mark.ranks

@@ -1,5 +1,9 @@
 """What a step sends, in bytes worked out by hand; and where it never holds a corrupted K or V."""
 
+import dataclasses
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from cases import Case, sample_of
@@ -7,10 +11,10 @@ from ranks import run_ranks
 from traffic import Sent, clean_shard, recording
 from whole import LLAMA, Shape, step_on_rank
 
-from megatron_bp.attention.exchange import CleanExchange
-from megatron_bp.attention.function import attend
-from megatron_bp.attention.kernels import tiled
-from megatron_bp.attention.parts import make_view
+from megatron_bp.attention import layout
+from megatron_bp.attention.exchange.choose import ExchangeOptions
+from megatron_bp.attention.kernels.tiled import Tiled
+from megatron_bp.attention.layout import AttentionOptions
 from megatron_bp.sequence.plan import SequenceOptions, make_plan
 from megatron_bp.sequence.visibility import Visibility, visibility
 
@@ -73,7 +77,15 @@ def test_one_rank_sends_nothing() -> None:
     assert result["sent"] == []
 
 
-def poisoned(rank: int, world: int, degrees: tuple[int, int], blind: bool) -> list[Sent]:
+def without_own(*args: Any) -> Visibility:
+    """Nobody sees a corrupted row."""
+    seen = visibility(*args)
+    return dataclasses.replace(seen, own_hi=seen.own_lo)
+
+
+def poisoned(
+    rank: int, world: int, degrees: tuple[int, int], blind: bool, form: str = "all_gather"
+) -> list[Sent]:
     """What attention sends when every corrupted K and V is NaN.
 
     A corrupted row that sees a NaN key hands NaN to the gradients of all its keys, as it should.
@@ -83,35 +95,39 @@ def poisoned(rank: int, world: int, degrees: tuple[int, int], blind: bool) -> li
     plan = make_plan(sample_of(case), SequenceOptions(4, *degrees))
     shards = tuple(plan.rows_of(peer) for peer in plan.shard_group(rank))
     mine = shards[rank % degrees[1]]
-    seen = visibility(plan, mine.clean, mine.corrupted, None, mine.filling)
-    if blind:
-        seen = Visibility(
-            seen.clean_lo, seen.clean_hi, seen.own_lo, seen.own_lo, seen.index, seen.num_clean
+    positions = torch.zeros(mine.num_rows, dtype=torch.long)
+    options = AttentionOptions(Tiled(5), ExchangeOptions(form))
+    with mock.patch.object(layout, "visibility", without_own if blind else visibility):
+        made = layout.make_layout(
+            plan, shards, rank, [None], positions, clean_shard(degrees, rank), options
         )
-    group = clean_shard(degrees, rank)
-    view = make_view(seen, shards, int(group.rank()), 5, torch.device("cpu"))
-    exchange = CleanExchange(group, tuple(shard.num_sent for shard in shards))
     torch.manual_seed(rank)
-    q, k, v = (torch.randn(len(seen.index), heads, 8) for heads in (4, 2, 2))
-    k[seen.num_clean :] = torch.nan
-    v[seen.num_clean :] = torch.nan
+    q, k, v = (torch.randn(mine.num_rows, heads, 8) for heads in (4, 2, 2))
+    k[mine.num_clean :] = torch.nan
+    v[mine.num_clean :] = torch.nan
     for tensor in (q, k, v):
         tensor.requires_grad_()
     sent: list[Sent] = []
     with recording(sent):
-        attend(q, k, v, view, exchange, tiled, 0.3).sum().backward()
-    assert sum(s.bytes for s in sent) == exchange.bytes_sent
+        made.plans[None].attend(q, k, v, 0.3).sum().backward()
+    assert sum(s.bytes for s in sent) == made.traffic.bytes_sent
     return sent
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("form", ["all_gather", "needed_rows", "ring"])
 @pytest.mark.parametrize("degrees", [(2, 2), (4, 4), (4, 2)])
-def test_corrupted_keys_and_values_stay_home(degrees: tuple[int, int]) -> None:
-    for sent in run_ranks(max(degrees), poisoned, degrees, True):
-        assert [s.nan for s in sent] == [False, False, False]
-    for sent in run_ranks(max(degrees), poisoned, degrees, False):
-        gathers = [s for s in sent if s.name == "all_gather_into_tensor"]
-        assert [s.nan for s in gathers] == [False, False]
+def test_corrupted_keys_and_values_stay_home(degrees: tuple[int, int], form: str) -> None:
+    for sent in run_ranks(max(degrees), poisoned, degrees, True, form):
+        assert sent
+        assert not any(s.nan for s in sent)
+    for sent in run_ranks(max(degrees), poisoned, degrees, False, form):
+        clean, gradients = sent[: len(sent) * 2 // 3], sent[len(sent) * 2 // 3 :]
+        if form == "ring":  # the last two of each step are K/V and gradients at once
+            continue
+        assert clean
+        assert not any(s.nan for s in clean)
+        assert gradients
 
 
 @pytest.mark.ranks

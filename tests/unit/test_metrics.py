@@ -62,7 +62,7 @@ def batch_of(rows: list[Row], ar: bool) -> tuple[LocalBatch, LossHead]:
         corruptible=sum(r.p is not None for r in rows),
         corrupted=sum(r.diffusion > 0 for r in rows),
         num_clean=clean,
-        visibility={},
+        index=torch.arange(0),
         clean_tokens=clean,
         own_rows=torch.ones(len(rows), dtype=torch.bool),
         shards=(),

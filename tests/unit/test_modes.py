@@ -8,13 +8,12 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 import pytest
 import torch
-from cases import CASES, Case, sample_of
+from cases import CASES, Case, random_row, sample_of
 
 from megatron_bp.batch.shard import LocalBatch, local_batch
-from megatron_bp.data.document import Document
 from megatron_bp.diffusion.corruption import Corruption, corrupt
 from megatron_bp.diffusion.objective import Objective
-from megatron_bp.sequence.packing import Sample, pack
+from megatron_bp.sequence.packing import Sample
 from megatron_bp.sequence.partition import UnitCosts
 from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
 from megatron_bp.sequence.visibility import visibility
@@ -22,28 +21,6 @@ from megatron_bp.sequence.visibility import visibility
 MODES = [(1, 1), (2, 2), (3, 3), (8, 8), (2, 1), (4, 1), (4, 2), (9, 3), (1, 2), (1, 3), (1, 8)]
 SEEDS = range(12)
 SCORING = ("none", "supervised", "all")
-
-
-def random_row(seed: int) -> tuple[Sample, SequenceOptions]:
-    """Random documents with prompts, gaps in what is supervised, and padding."""
-    rng = np.random.default_rng(seed)
-    documents = []
-    for key, length in enumerate(rng.integers(1, 30, rng.integers(1, 6))):
-        supervised = np.repeat(rng.random(30) < 0.6, 5)[:length]
-        if rng.random() < 0.3:
-            supervised = np.arange(length) >= rng.integers(0, length + 1)
-        documents.append(Document(rng.integers(0, 49, length).astype(np.int32), supervised, key))
-    length = sum(len(d.tokens) for d in documents) + int(rng.integers(0, 4))
-    options = SequenceOptions(
-        block_size=int(rng.integers(1, 7)),
-        clean_relation=("block", "token")[rng.integers(2)],
-        own_relation=("bidirectional", "causal")[rng.integers(2)],
-        row_cost=int(rng.choice([0, 50])),
-        grid=("document", "response")[rng.integers(2)],
-        alignment=("same", "next")[rng.integers(2)],
-        copies=(1, 1, 2, 3)[rng.integers(4)],
-    )
-    return pack(documents, length), options
 
 
 @functools.cache
@@ -323,7 +300,7 @@ def test_ranks_share_out_rows_tokens_counts_and_weights(multiple: int) -> None:
             weights = sorted(w for b in parts for w in b.terms[k].weights.tolist() if w)
             assert weights == sorted(w for w in term.weights.tolist() if w), where
         for rank, batch in enumerate(parts):
-            index = batch.visibility[None].index
+            index = batch.index
             rows = len(index)
             assert rows >= 1, where
             assert rows % multiple == 0, where
@@ -350,7 +327,7 @@ def test_each_scored_clean_row_is_scored_once_on_its_label() -> None:
         for batch in parts:
             term = batch.terms[1]
             for row in term.weights.nonzero().flatten().tolist():
-                position = int(batch.visibility[None].index[row])
+                position = int(batch.index[row])
                 assert position not in got, where
                 got[position] = int(term.labels[row])
         scored = np.flatnonzero(want.weights).tolist()

@@ -16,7 +16,6 @@ def angles(
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from megatron_bp.attention.exchange import CleanExchange
     from megatron_bp.attention.layout import Layout
     from megatron_bp.model.rotary import PositionRotary
 
@@ -31,8 +30,7 @@ def angles(
         use_cpu_initialization=True,
     )
     module = PositionRotary(base, int(16 * percent), 500)
-    exchange = CleanExchange(parallel_state.get_context_parallel_group(), (1,))
-    layout = Layout(positions=torch.tensor(POSITIONS), views={}, exchange=exchange)
+    layout = Layout(positions=torch.tensor(POSITIONS), plans={})
     assert module.get_rotary_seq_len(None, None, None, None, layout) is layout
     return module(layout)[:, 0, 0]
 

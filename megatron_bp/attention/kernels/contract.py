@@ -77,9 +77,15 @@ class Kernel(Protocol):
 
         Args:
             dout_nQD: gradient of the final output, in the model's dtype.
-            q_nQD, k_KHD, v_KHD, spec, scale: as in `forward`.
+            q_nQD: as in `forward`, as are the next two.
+            k_KHD: see there.
+            v_KHD: see there.
             out_nQD: final output of all parts, in the model's dtype.
             lse_nQ: final log-sum-exp of all parts, in the accumulation dtype.
-            dq_nQD, dk_KHD, dv_KHD: what other parts left.
+            spec: as in `forward`.
+            scale: as in `forward`.
+            dq_nQD: what other parts left, as do the next two.
+            dk_KHD: see there.
+            dv_KHD: see there.
         """
         ...

@@ -183,7 +183,7 @@ class Tiled:
 
 def _heads_first(x_tQD: Tensor, key_heads: int) -> Tensor:
     """[t, Q, D] as [H, G * t, D]: what one key head serves stands together."""
-    rows, heads, dim = x_tQD.shape
+    rows, dim = len(x_tQD), x_tQD.shape[-1]
     return x_tQD.reshape(rows, key_heads, -1, dim).permute(1, 2, 0, 3).reshape(key_heads, -1, dim)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from megatron_bp import cpu
+from megatron_bp.attention.kernels.tiled import Tiled
+from megatron_bp.attention.layout import AttentionOptions
 from megatron_bp.diffusion.corruption import corrupt
 from megatron_bp.diffusion.loss import term_scales
 from megatron_bp.diffusion.objective import Objective
@@ -16,6 +18,7 @@ from megatron_bp.sequence.plan import SequencePlan
 
 VOCABULARY = 256
 MASK = VOCABULARY - 1
+ATTENTION = AttentionOptions(Tiled())
 
 
 @contextmanager
@@ -94,7 +97,8 @@ def step(model: Any, sample: Sample, plan: SequencePlan) -> float:
     corruption = corrupt(sample, plan, objective)
     counts = [term.count for term in corruption.terms]
     scales = term_scales(counts, [1.0] * len(counts), [False] * len(counts))
-    output = run_model(MicroBatch(sample, plan, corruption, scales, None), objective, model).output
+    micro = MicroBatch(sample, plan, corruption, scales, None)
+    output = run_model(micro, objective, ATTENTION, model).output
     output.backward()
     model.zero_grad(set_to_none=True)
     return output.item() / max(1, counts[0])
