@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -135,17 +136,28 @@ class Slow:
         time.sleep(0.02)
 
 
-def test_waits_are_those_for_what_is_on_its_way() -> None:
-    on_its_way, there = Pending(torch.ones(1), Slow()), Pending(torch.ones(1), None)  # type: ignore[arg-type]
+def as_attention(call: Callable[[], object]) -> None:
+    """Calls it as if attention did."""
+    exec("call()", {"call": call, "__name__": "megatron_bp.attention.some"})
+
+
+def on_its_way() -> Pending:
+    return Pending(torch.ones(1), [Slow(), Slow()], torch.ones(1))  # type: ignore[list-item]
+
+
+def test_waits_are_those_of_attention_for_what_is_on_its_way() -> None:
+    pending, there = on_its_way(), Pending(torch.ones(1), [], torch.ones(1))
     with waits.watching() as watched:
+        assert on_its_way().wait() == 1
+        assert (watched.calls, watched.seconds) == (0, 0.0), "somebody else waits"
         for _ in range(2):  # the second time it is there
-            assert on_its_way.wait() == 1
-        there.wait()
+            as_attention(pending.wait)
+        as_attention(there.wait)
         assert watched.calls == 1
-        assert 0.02 <= watched.seconds < 1
+        assert 0.04 <= watched.seconds < 1
         assert watched.take().calls == 1
         assert (watched.calls, watched.seconds) == (0, 0.0)
-    Pending(torch.ones(1), Slow()).wait()  # type: ignore[arg-type]
+    as_attention(on_its_way().wait)
     assert watched.calls == 0, "not watched any more"
 
 
