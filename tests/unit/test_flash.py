@@ -59,9 +59,18 @@ def off(kernel: Flash, lo: np.ndarray, hi: np.ndarray, spare: int = 0) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("aten")
-def test_the_self_test_passes(dtype: torch.dtype) -> None:
+def test_the_self_test_passes(
+    dtype: torch.dtype, aten: dense_flash.Aten, four: dense_flash.Four
+) -> None:
+    """And it has calls of every kind."""
     self_test(Flash(), CPU, dtype, 32, heads=4, key_heads=2)
+    assert {(call["causal"], len(call["rows"]) > 2) for call in aten.calls} >= {
+        (True, True),
+        (False, True),
+    }
+    self_test(make_flash("flash4"), CPU, dtype, 32, heads=4, key_heads=2)
+    causal, rectangles, lagging = (True, None, None), (False, None, None), (False, None, -16)
+    assert set(four.windows) == {causal, rectangles, lagging}
 
 
 @pytest.mark.usefixtures("aten", "small")

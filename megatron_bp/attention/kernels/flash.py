@@ -27,7 +27,7 @@ from megatron_bp.attention.merge import merge_into
 
 # A GPU has room for larger batches than a CPU's caches, and pays more for each call: staircases are
 # trapezoids up to large blocks, and batches of tiles are few.
-LIMITS = Limits(trapezoid_rows=256, step_rows=1024, batch_pairs=1 << 20)
+LIMITS = Limits(step_rows=1024, batch_pairs=1 << 20)
 
 
 class DeviceCall(NamedTuple):
