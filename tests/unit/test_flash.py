@@ -4,7 +4,7 @@ import dense_flash
 import numpy as np
 import pytest
 import torch
-from intervals import dense, planned_intervals, random_intervals, seeing
+from planned import dense, planned_intervals, random_intervals, seeing
 
 from megatron_bp.attention.kernels import flash, flash_ops, varlen
 from megatron_bp.attention.kernels.cut import cut
