@@ -21,13 +21,6 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         default=1,
         help="BP: ranks that share the target blocks of one sequence. Unset CP means CP = BP.",
     )
-    add(
-        "--max-imbalance",
-        type=float,
-        default=1.03,
-        help="Units are moved off the rank of their clean rows until the worst rank of a sequence "
-        "has at most this many times the mean work.",
-    )
     # Megatron has a flag of this name. Ours takes its place; Megatron's value keeps its default.
     group.conflict_handler = "resolve"
     add(
@@ -54,6 +47,13 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
     add_objective_flags(group)
     add_chat_flags(group)
     add_new_run_flags(group)
+    add(
+        "--max-imbalance",
+        type=float,
+        default=1.03,
+        help="Units are moved off the rank of their clean rows until the worst rank of a sequence "
+        "has at most this many times the mean work.",
+    )
     add(
         "--eval-draws",
         type=int,

@@ -54,14 +54,14 @@ class LocalBatch:
             corrupted; 0 for a clean row.
         corruptible, corrupted: how many of the rows' tokens could be corrupted, and were.
         num_clean: the first `num_clean` rows are clean.
-        visibility: one for each distinct window of the model's layers (None = no window); the same
-            object for every batch of a plan, as the shards are.
+        visibility: one for each distinct window of the model's layers (None = no window).
         clean_tokens: this rank's share of the sample's tokens, computed or not (padding left out):
             all of them on the slot's first rank.
         own_rows: bool[S], rows that this rank counts where each row of the sample counts once
             (auxiliary losses, router statistics); False where a row fills up or is a replica whose
             scorer is another rank. Over the slot they add up to `SequencePlan.num_rows`.
-        shards: the rows of each rank of this rank's clean shard group, in the group's order.
+        shards: the rows of each rank of this rank's clean shard group, in the group's order; the
+            same objects for all batches of a plan.
     """
 
     input_ids: Tensor
@@ -143,14 +143,7 @@ def local_batch(
         corruptible=int(np.count_nonzero(corruption.corruptible[corrupted])),
         corrupted=int(np.count_nonzero(corruption.corrupted[corrupted])),
         num_clean=mine.num_clean,
-        visibility={
-            window: once(
-                plan,
-                ("visibility", rank, multiple, window),
-                partial(visibility, plan, clean, corrupted, window, filling),
-            )
-            for window in windows
-        },
+        visibility={w: visibility(plan, clean, corrupted, w, filling) for w in windows},
         clean_tokens=int(np.count_nonzero(sample.document >= 0)) if rank == 0 else 0,
         own_rows=join(scorer, np.ones(len(corrupted), dtype=np.bool_)),
         shards=shards,
