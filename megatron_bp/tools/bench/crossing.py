@@ -5,11 +5,9 @@ reduce_scatter (each rank sends to its neighbour in the group), all-to-all and s
 numbers are payload; the link's own counters add the headers of TCP, IP and Ethernet.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-ATTENTION = "megatron_bp.attention"
+from megatron_bp.tools.bench.callers import called_by_attention
 
 # name: (place of the input, of the group, how often a rank of n sends on what part of the input)
 RINGS: dict[str, tuple[int, Callable[[int], float]]] = {
@@ -40,7 +38,7 @@ class Crossing:
     def add(self, size: float) -> None:
         """Count bytes, as attention's if attention called."""
         self.bytes += size
-        if size and _called_by_attention():
+        if size and called_by_attention():
             self.attention += size
 
     def take(self) -> "Crossing":
@@ -157,12 +155,3 @@ def _group(args: Any, kwargs: Any) -> tuple[list[int], int]:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _called_by_attention() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(ATTENTION):
-            return True
-        frame = frame.f_back
-    return False

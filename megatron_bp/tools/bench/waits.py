@@ -1,9 +1,9 @@
 """Time in which a rank stands still for attention's communication, and for nothing else.
 
 Everything that attention sends is waited for through `parallel/collectives.Pending.wait`: K/V on
-their way and their gradients. Megatron's own reductions do not pass there. What is timed is how
-long the call blocks, so what was hidden behind computation does not count; waiting for a rank that
-is late counts, as it does for the step.
+their way and their gradients. Megatron's own reductions do not pass there, and what others than
+attention wait for is left out. What is timed is how long the call blocks, so what was hidden behind
+computation does not count; waiting for a rank that is late counts, as it does for the step.
 
 On CUDA the call returns before the data is there: this measures nothing on a GPU.
 """
@@ -17,6 +17,7 @@ from unittest import mock
 from torch import Tensor
 
 from megatron_bp.parallel.collectives import Pending
+from megatron_bp.tools.bench.callers import called_by_attention
 
 
 @dataclass
@@ -39,7 +40,7 @@ def watching() -> Iterator[Waits]:
     waits, original = Waits(), Pending.wait
 
     def wait(self: Pending) -> Tensor:
-        if not self.works:  # has been waited for, or never was on its way
+        if not self.works or not called_by_attention():  # no works: it is there already
             return original(self)
         begin = time.perf_counter()
         try:

@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     cpu.install()
-    import pretrain_bdlm  # noqa: F401  # and with it Megatron's training
+    import megatron.core.tokenizers.text  # noqa: F401  # and with it transformers
+
+    import pretrain_bdlm  # noqa: F401
     from megatron_bp.arguments.flags import full_parser
     from megatron_bp.training import step  # noqa: F401
 
