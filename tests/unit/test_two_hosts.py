@@ -19,6 +19,8 @@ from megatron_bp.tools.bench.two_hosts.figures import figures as figures_of
 from megatron_bp.tools.bench.two_hosts.forms import CLEAN, CP, CSBP, FORMS, P2P, chosen
 from megatron_bp.tools.bench.two_hosts.link import limiting
 from megatron_bp.tools.bench.two_hosts.orders import Order, Place
+from megatron_bp.tools.bench.two_hosts.page import BEGIN, END
+from megatron_bp.tools.bench.two_hosts.page import main as fill_page
 from megatron_bp.tools.bench.two_hosts.rate import Load, hidden, propose
 from megatron_bp.tools.bench.two_hosts.steps import Step
 
@@ -293,6 +295,23 @@ def test_the_picture(tmp_path: Path) -> None:
 def test_a_picture_of_no_curve(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--curve-seconds was 0"):
         picture.draw(result() | {"curve": None}, str(tmp_path / "curve"))
+
+
+def test_a_page_keeps_its_text(tmp_path: Path) -> None:
+    page, file = tmp_path / "page.md", tmp_path / "result.json"
+    file.write_text(json.dumps(result()))
+    for before in ("stale\n", "newer\n"):  # filled twice
+        text = page.read_text() if page.exists() else f"# Head\n{BEGIN}\n{before}{END}\ntail\n"
+        page.write_text(text)
+        fill_page([str(file), str(page)])
+    told = page.read_text()
+    assert told.startswith("# Head\n<!-- result -->\n\na machine; 4 ranks")
+    assert told.endswith(f"{END}\ntail\n")
+    assert told.count("a machine; 4 ranks") == 1
+    assert "stale" not in told
+    page.write_text("no marks")
+    with pytest.raises(SystemExit, match=r"page: error: the page needs one line <!-- result -->"):
+        fill_page([str(file), str(page)])
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ CONFIG = "configs/two_hosts.yaml"
 RANKS = 4
 ROW_BYTES, LAYERS, MICRO_BATCHES = 512, 2, 8
 DOCUMENTS = 64
-FLAGS = "--ar-loss-weight 1 --split 100,0,0 --eval-iters 0"
+FLAGS = "--ar-loss-weight 1 --clean-relation token --split 100,0,0 --eval-iters 0"
 
 
 @dataclass(frozen=True)
