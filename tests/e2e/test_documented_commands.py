@@ -28,6 +28,7 @@ NOT_RUN = {
     "scripts/quickstart_conversion.sh": "takes minutes; its steps are those that run here",
     "scripts/quickstart_sft.sh": "takes minutes; its steps are those that run here",
     "scripts/test.sh": "is what runs this",
+    "scripts/gpu_checks.sh": "needs a GPU",
     "tools.function_pairs": "tests/unit/test_function_pairs.py runs it on a small tree",
     "tools.prepare --format chats": "tests/unit/test_prepare_docs.py runs it",
     "configs/my_chats.yaml": "tests/unit/test_prepare_docs.py runs it in one process",
