@@ -34,7 +34,7 @@ NOT_RUN = {
     "configs/my_chats.yaml": "tests/unit/test_prepare_docs.py runs it in one process",
     "tools.sft_summary": "tests/e2e/test_sft_quickstart.py runs it",
     "tools.bench sft": "takes minutes; tests/unit/test_bench.py runs it at a small size",
-    "scripts/bench_two_hosts.sh": "needs root and minutes; tests/unit/test_two_hosts.py has its parts",
+    "scripts/bench_two_hosts.sh": "needs root; tests/unit/test_two_hosts.py has its parts",
     "srun": "needs SLURM",
     "--nproc-per-node 16": "needs 16 ranks; tests/e2e/test_topologies.py runs such layouts on 4",
     "--seq-length 32768": "takes minutes",
