@@ -14,6 +14,7 @@ import yaml
 
 from megatron_bp.arguments.build import settings
 from megatron_bp.arguments.command_line import given_values
+from megatron_bp.arguments.exchanged import exchanged
 from megatron_bp.arguments.flags import full_parser
 from megatron_bp.data.document import Document
 from megatron_bp.parallel.state import parallel_mode
@@ -67,11 +68,7 @@ def derived(args: Namespace) -> dict[str, Any]:
     units = [
         len(np.unique(np.searchsorted(plan.units.offset, s.corrupted, "right"))) for s in shards
     ]
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    itemsize = 2 if args.bf16 else 4
-    row_bytes = 2 * groups // tp * args.kv_channels * itemsize
-    sent = max(s.num_sent for s in shards)
-    layers = _layers_of_a_stage(args)
+    sent = exchanged(args, plan, shards)
     return {
         "mode": parallel_mode(bp, cp),
         "ranks_per_sequence": slot,
@@ -92,9 +89,10 @@ def derived(args: Namespace) -> dict[str, Any]:
         "clean_tokens_per_step": args.global_batch_size * length,
         "true_vocabulary": args.bdlm_vocabulary,
         "padded_vocabulary": args.padded_vocab_size,
-        "exchanged_bytes_per_row_and_layer": row_bytes,
-        "exchanged_bytes_per_rank_and_sequence": 3 * layers * (cp - 1) * sent * row_bytes,
-        **_first_pass(args, layers * (cp - 1) * sent * row_bytes),
+        "exchange": sent.form,
+        "exchanged_bytes_per_row_and_layer": sent.row_bytes,
+        "exchanged_bytes_per_rank_and_sequence": sent.in_training,
+        **_first_pass(args, sent.in_a_forward),
         "loss_divisor": "supervised tokens of the whole step, each term by its own count",
     }
 
@@ -123,17 +121,6 @@ def _derived_ar(args: Namespace) -> dict[str, Any]:
         "padded_vocabulary": args.padded_vocab_size,
         "loss_divisor": "supervised next tokens of the whole step",
     }
-
-
-def _layers_of_a_stage(args: Namespace) -> int:
-    """Of the pipeline rank that has most; all, where a layout is written out by hand."""
-    if args.pipeline_model_parallel_layout is not None:
-        return int(args.num_layers)
-    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    given = [int(layers) for layers in ends if layers is not None]
-    between = args.pipeline_model_parallel_size - len(given)
-    rest = -(-(args.num_layers - sum(given)) // between) if between else 0
-    return max([*given, rest])
 
 
 def save_resolved(args: Namespace, text: str) -> None:

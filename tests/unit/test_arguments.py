@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
 
 from megatron_bp import arguments
+from megatron_bp.arguments.attention import aligns_chunks, attention_options
 from megatron_bp.arguments.config_file import ConfigError, read_config, to_flags
 from megatron_bp.arguments.flags import full_parser
+from megatron_bp.attention.exchange.choose import ExchangeOptions
+from megatron_bp.attention.kernels.sdpa import Sdpa
+from megatron_bp.attention.kernels.tiled import Tiled
+from megatron_bp.attention.layout import AttentionOptions
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -353,9 +359,59 @@ def settings_on_rank(
     """The objective and step settings of flags, beside what Megatron would add."""
     args = full_parser().parse_args(flags)
     args.bdlm_clean_shard_size, args.bdlm_vocabulary = 1, 258
-    args.kv_channels, args.ffn_hidden_size = 8, 64
+    args.kv_channels, args.ffn_hidden_size, args.params_dtype = 8, 64, torch.float32
     settings = arguments.settings(args)
     return vars(settings.objective), vars(settings.sequence)
+
+
+def attention_on_rank(rank: int, world: int, flags: list[str]) -> tuple[AttentionOptions, bool]:
+    """The attention options of flags, and whether chunks are aligned to blocks."""
+    args = full_parser().parse_args(flags)
+    args.bdlm_clean_shard_size = args.context_parallel_size
+    args.kv_channels, args.params_dtype = 8, torch.float32
+    return attention_options(args), aligns_chunks(args)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("flags", "wanted", "aligned"),
+    [
+        ("", AttentionOptions(Sdpa()), False),
+        (
+            "--block-parallel-size 2 --context-parallel-size 2 --clean-kv-exchange ring "
+            "--attention-kernel tiled --keep-gathered-kv",
+            AttentionOptions(Tiled(), ExchangeOptions("ring"), keep_gathered=True),
+            False,
+        ),
+        (
+            "--clean-kv-rows 7 --needed-rows-fraction 0.5 --recompute-keep-attention",
+            AttentionOptions(Sdpa(), ExchangeOptions("auto", 7, 0.5), keep_results=True),
+            False,
+        ),
+        (
+            "--context-parallel-size 2",
+            AttentionOptions(Sdpa(), ExchangeOptions("all_gather")),
+            False,
+        ),
+        (
+            "--context-parallel-size 2 --cp-comm-type p2p",
+            AttentionOptions(Sdpa(), ExchangeOptions("ring")),
+            False,
+        ),
+        (
+            "--context-parallel-size 2 --cp-comm-type a2a",
+            AttentionOptions(Sdpa(), ExchangeOptions("all_gather"), over_heads=True),
+            False,
+        ),
+        (
+            "--context-parallel-size 2 --cp-comm-type clean_all_gather",
+            AttentionOptions(Sdpa(), ExchangeOptions("all_gather")),
+            True,
+        ),
+    ],
+)
+def test_attention_flags_reach_it(flags: str, wanted: AttentionOptions, aligned: bool) -> None:
+    assert run_ranks(1, attention_on_rank, flags.split())[0] == (wanted, aligned)
 
 
 @pytest.mark.ranks
@@ -496,12 +552,23 @@ REFUSED = [
     ("--fp8-format e4m3", "--fp8-format"),
     ("--diffusion-block-size 0", "--diffusion-block-size 0: must be at least 1"),
     ("--seq-length 0", "--seq-length 0"),
-    ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type a2a: not implemented yet"),
-    ("--context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type p2p: not implemented yet"),
     (
-        "--context-parallel-size 2 --cp-comm-type clean_all_gather",
-        "--cp-comm-type clean_all_gather: not implemented yet; use all_gather",
+        "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 6 --kv-channels 8",
+        "--cp-comm-type a2a over 4 ranks with 6 query and 6 key heads a tensor-parallel rank",
     ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 12 --kv-channels 8 "
+        "--group-query-attention --num-query-groups 3",
+        "with 12 query and 3 key heads",
+    ),
+    ("--context-parallel-size 2 --cp-comm-type a2a --keep-gathered-kv", "no K/V are gathered"),
+    ("--context-parallel-size 2 --cp-comm-type a2a --clean-kv-rows 9", "no K/V are gathered"),
+    ("--context-parallel-size 2 --clean-kv-exchange ring", "and this run is mode CP"),
+    ("--clean-kv-rows 0", "--clean-kv-rows 0: must be at least 1"),
+    ("--needed-rows-fraction 1.5", "--needed-rows-fraction 1.5: must be from 0 to 1"),
+    ("--recompute-keep-attention", "set --recompute-granularity full"),
+    ("--attention-kernel flash", "it needs a CUDA device, and the model is on the CPU"),
+    ("--attention-kernel flex", "use --attention-kernel sdpa"),
     ("--cp-comm-type all_gather", "says how mode CP exchanges"),
     ("--block-parallel-size 2 --cp-comm-type=all_gather", "and this run is CSBP"),
     ("--multiple-validation-sets", "--multiple-validation-sets"),

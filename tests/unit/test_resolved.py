@@ -179,16 +179,18 @@ def test_derived_numbers_by_hand(config: str) -> None:
         "corrupted_rows_per_sequence": 61,
         "rows_per_sequence_with_replicas": 117,
         # blocks of 16 rows, the last of 5: cut after blocks 1, 3 and 4 (next to 29, 58 and 88)
-        "rows_per_rank": 69,  # blocks 0, 1, 5, 6 and 7
+        "rows_per_rank": 61,  # blocks 0, 1, 5, 6 and 7; the unit of block 5 moved to the other rank
         "clean_rows_per_rank": 32,
         "units_per_sequence": 8,  # 61 / 8
-        "units_per_rank": 5,
+        "units_per_rank": 4,
         "clean_tokens_per_step": 244,  # 4 x 61
         "true_vocabulary": 258,
         "padded_vocabulary": 384,
         "exchanged_bytes_per_row_and_layer": 64,  # K and V, 2 groups of 8, 2 bytes
-        # 3 passes, 2 layers, to 1 other rank, 32 rows of 64 bytes
-        "exchanged_bytes_per_rank_and_sequence": 12288,
+        # 3 passes, 2 layers, to 1 other rank, 7 rows of 64 bytes: each rank's first rows after the
+        # other's have a window of 8
+        "exchange": "needed_rows",
+        "exchanged_bytes_per_rank_and_sequence": 2688,
         "loss_divisor": "supervised tokens of the whole step, each term by its own count",
     }
     resolved = sections["resolved"]
@@ -200,12 +202,14 @@ def test_derived_numbers_by_hand(config: str) -> None:
 @pytest.mark.ranks
 def test_tensor_and_pipeline_ranks_send_their_share(config: str) -> None:
     flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    flags += ["--clean-kv-exchange", "all_gather"]  # of 32 rows
     derived = printed(8, [config, *MORE, *flags])["derived"]
+    assert derived["exchange"] == "all_gather"
     assert (derived["tensor_parallel_size"], derived["pipeline_stages"]) == (2, 2)
     assert (derived["ranks_per_sequence"], derived["data_parallel_size"]) == (2, 1)
     assert derived["padded_vocabulary"] == 512
     assert derived["exchanged_bytes_per_row_and_layer"] == 32  # one of two groups
-    assert derived["exchanged_bytes_per_rank_and_sequence"] == 12288 // 4  # one of two layers
+    assert derived["exchanged_bytes_per_rank_and_sequence"] == 3 * 32 * 32  # one of two layers
 
 
 @pytest.mark.ranks

@@ -24,6 +24,7 @@ from megatron_bp.attention.exchange.needed import (
 from megatron_bp.attention.exchange.ring import RingExchange, ring_held
 from megatron_bp.attention.exchange.te import TeExchange
 from megatron_bp.attention.parts import Held
+from megatron_bp.sequence.cache import once
 from megatron_bp.sequence.needs import lacked
 from megatron_bp.sequence.plan import RankRows, SequencePlan
 
@@ -88,13 +89,9 @@ def prepare_exchange(
     rank = group.index(slot_rank)
     if len(group) == 1:
         return NOTHING
-    form, most = options.form, options.most_rows
-    splits = plan.options.splits_units
-    wanted: tuple[NDArray[np.int32], ...] = ()
-    if form == "needed_rows" or (form == "auto" and not splits):
-        wanted = tuple(lacked(plan, peer, window) for peer in group)
-    if form == "auto":
-        form = _form(shards, wanted, options) if wanted else "all_gather"
+    most = options.most_rows
+    wanted = wanted_rows(plan, slot_rank, window, options)
+    form = chosen_form(shards, wanted, options)
     if form == "needed_rows":
         deliveries = make_deliveries(shards, rank, wanted, most, device)
         return _prepared(tuple(d.held for d in deliveries), partial(_needed, deliveries=deliveries))
@@ -133,10 +130,33 @@ def _ring(
     return RingExchange(group, held, sizes, traffic)
 
 
-def _form(
+def wanted_rows(
+    plan: SequencePlan, slot_rank: int, window: int | None, options: ExchangeOptions
+) -> tuple[NDArray[np.int32], ...]:
+    """The clean positions that each rank of the group sees and lacks; empty if nobody asks.
+
+    Args:
+        plan: see `prepare_exchange`, as for the others.
+        slot_rank: see there.
+        window: see there.
+        options: see there.
+    """
+    if options.form not in ("auto", "needed_rows") or plan.options.splits_units:
+        return ()
+    return tuple(
+        once(plan, ("lacked", peer, window), partial(lacked, plan, peer, window))
+        for peer in plan.shard_group(slot_rank)
+    )
+
+
+def chosen_form(
     shards: tuple[RankRows, ...], wanted: tuple[NDArray[np.int32], ...], options: ExchangeOptions
 ) -> Form:
-    """What "auto" is."""
+    """The form asked for; for "auto" what is best. `wanted` is from `wanted_rows`."""
+    if options.form != "auto":
+        return options.form
+    if not wanted:
+        return "all_gather"
     each = rows_to_send(shards, wanted)
     most = max(each.sum(0).max(), each.sum(1).max())
     gathered = (len(shards) - 1) * max(shard.num_sent for shard in shards)
