@@ -567,8 +567,6 @@ REFUSED = [
     ("--clean-kv-rows 0", "--clean-kv-rows 0: must be at least 1"),
     ("--needed-rows-fraction 1.5", "--needed-rows-fraction 1.5: must be from 0 to 1"),
     ("--recompute-keep-attention", "set --recompute-granularity full"),
-    ("--attention-kernel flash", "it needs a CUDA device, and the model is on the CPU"),
-    ("--attention-kernel flex", "use --attention-kernel sdpa"),
     ("--cp-comm-type all_gather", "says how mode CP exchanges"),
     ("--block-parallel-size 2 --cp-comm-type=all_gather", "and this run is CSBP"),
     ("--multiple-validation-sets", "--multiple-validation-sets"),
