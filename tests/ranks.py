@@ -342,12 +342,14 @@ def _die_with_parent() -> None:
 
 
 def _install_cpu_shim() -> None:
-    """Megatron without CUDA, if this tree has it already."""
+    """Megatron without CUDA, if this tree has it already and the environment has Megatron."""
     import torch
 
     if torch.cuda.is_available() or importlib.util.find_spec("megatron_bp") is None:
         return
     if importlib.util.find_spec("megatron_bp.cpu") is None:
+        return
+    if importlib.util.find_spec("megatron") is None:  # as in the environment of tests/te
         return
     install = getattr(importlib.import_module("megatron_bp.cpu"), "install", None)
     if install is not None:

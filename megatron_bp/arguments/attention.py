@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_bp.arguments.refused import no
+from megatron_bp.attention.exchange import te
 from megatron_bp.attention.exchange.choose import FORMS, ExchangeOptions
 from megatron_bp.attention.heads import refuse_heads
 from megatron_bp.attention.kernels.choose import NAMES, choose
@@ -103,6 +104,8 @@ def refuse_attention(args: Namespace, given: Collection[str]) -> None:
         _a2a(args)
     try:
         ExchangeOptions("auto", args.clean_kv_rows, args.needed_rows_fraction)
+        if args.clean_kv_exchange == "te":
+            te.collectives()
     except ValueError as error:
         no(str(error))
     if args.recompute_keep_attention and args.recompute_granularity != "full":
@@ -110,8 +113,6 @@ def refuse_attention(args: Namespace, given: Collection[str]) -> None:
             "--recompute-keep-attention: keeps attention's result where whole layers are "
             "recomputed; set --recompute-granularity full, or leave it out"
         )
-    if args.clean_kv_exchange == "te":
-        no("--clean-kv-exchange te: not implemented yet; use all_gather")
 
 
 def _a2a(args: Namespace) -> None:
@@ -130,6 +131,12 @@ def _a2a(args: Namespace) -> None:
         refuse_heads(heads // tp, groups // tp, args.context_parallel_size)
     except ValueError as error:
         no(str(error))
+
+
+def aligns_chunks(args: Namespace) -> bool:
+    """Whether this is mode CP with whole blocks."""
+    mode = parallel_mode(args.block_parallel_size, args.bdlm_clean_shard_size)
+    return mode == "CP" and args.bdlm_cp_comm_type == "clean_all_gather"
 
 
 def attention_options(args: Namespace) -> AttentionOptions:

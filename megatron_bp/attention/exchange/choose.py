@@ -22,6 +22,7 @@ from megatron_bp.attention.exchange.needed import (
     rows_to_send,
 )
 from megatron_bp.attention.exchange.ring import RingExchange, ring_held
+from megatron_bp.attention.exchange.te import TeExchange
 from megatron_bp.attention.parts import Held
 from megatron_bp.sequence.needs import lacked
 from megatron_bp.sequence.plan import RankRows, SequencePlan
@@ -102,7 +103,8 @@ def prepare_exchange(
         sizes = tuple(shard.num_sent for shard in shards)
         return _prepared(held, partial(_ring, held=held, sizes=sizes))
     chunks = make_chunks(shards, rank, most, device)
-    return _prepared(tuple(c.held for c in chunks), partial(_gather, chunks=chunks))
+    make = _te if form == "te" else _gather
+    return _prepared(tuple(c.held for c in chunks), partial(make, chunks=chunks))
 
 
 def _prepared(
@@ -113,6 +115,10 @@ def _prepared(
 
 def _gather(group: dist.ProcessGroup, traffic: Traffic, chunks: tuple[Chunk, ...]) -> Exchange:
     return GatherExchange(group, chunks, traffic)
+
+
+def _te(group: dist.ProcessGroup, traffic: Traffic, chunks: tuple[Chunk, ...]) -> Exchange:
+    return TeExchange(group, chunks, traffic)
 
 
 def _needed(

@@ -9,6 +9,7 @@ all_gather, where all rows are.
 # Shapes: R ranks, C rows of a chunk of the rank that sends most, K rows that arrive, S rows of this
 # rank, H key heads, D head dimension.
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +121,7 @@ class GatherExchange:
 
     def fetch(self, k_SHD: Tensor, v_SHD: Tensor) -> "GatherFetch":
         """A pass of K/V."""
-        return GatherFetch(self, k_SHD, v_SHD)
+        return GatherFetch(self.chunks, self.rank, self.gather, k_SHD, v_SHD)
 
     def returns(self, dtype: torch.dtype) -> "GatherReturn":
         """A pass of gradients; they travel in `dtype`."""
@@ -142,19 +143,35 @@ class GatherExchange:
 class GatherFetch:
     """See base.Fetch."""
 
-    def __init__(self, exchange: GatherExchange, k_SHD: Tensor, v_SHD: Tensor) -> None:
-        self.exchange, self.k, self.v = exchange, k_SHD, v_SHD
+    def __init__(
+        self,
+        chunks: tuple[Chunk, ...],
+        rank: int,
+        gather: Callable[[Tensor], Pending],
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+    ) -> None:
+        """Fetch `chunks` on rank `rank`.
+
+        Args:
+            chunks: see `make_chunks`.
+            rank: of the group.
+            gather: starts gathering [R, C, 2, H, D] of a rank's [C, 2, H, D].
+            k_SHD: keys of this rank's rows.
+            v_SHD: values of this rank's rows.
+        """
+        self.chunks, self.rank, self.gather, self.k, self.v = chunks, rank, gather, k_SHD, v_SHD
         self.pending: dict[int, Pending] = {}
 
     def start(self, i: int) -> None:
         """Start gathering chunk i."""
-        chunk = self.exchange.chunks[i]
-        own = slice(chunk.start, chunk.start + chunk.sizes[self.exchange.rank])
-        self.pending[i] = self.exchange.gather(packed(self.k, self.v, own, chunk.rows))
+        chunk = self.chunks[i]
+        own = slice(chunk.start, chunk.start + chunk.sizes[self.rank])
+        self.pending[i] = self.gather(packed(self.k, self.v, own, chunk.rows))
 
     def wait(self, i: int) -> Tensor:
         """[K, 2, H, D], the others' rows in ascending order."""
-        return self.pending.pop(i).wait().flatten(0, 1)[self.exchange.chunks[i].order]
+        return self.pending.pop(i).wait().flatten(0, 1)[self.chunks[i].order]
 
 
 class GatherReturn:

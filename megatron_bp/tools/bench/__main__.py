@@ -6,9 +6,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_bp.tools.bench import sft
+from megatron_bp.tools.bench import attention, exchange, sft, step
+from megatron_bp.tools.bench.two_hosts import command as hosts
 
-SUBCOMMANDS = {"sft": sft}
+SUBCOMMANDS = {
+    "attention": attention,
+    "exchange": exchange,
+    "hosts": hosts,
+    "sft": sft,
+    "step": step,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
