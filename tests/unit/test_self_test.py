@@ -102,6 +102,15 @@ def test_a_wrong_kernel_is_named(kernel: Tiled, quantity: str, dtype: torch.dtyp
         self_test(kernel, CPU, dtype, 32, 4, 2)
 
 
+def test_what_a_kernel_gets_wants_no_gradient() -> None:
+    class Strict(Tiled):
+        def forward(self, *args: Any) -> None:
+            assert not any(x.requires_grad for x in args[:3])
+            super().forward(*args)
+
+    self_test(Strict(), CPU, torch.float64, 8, 2, 1)
+
+
 def test_a_kernel_that_raises_is_named() -> None:
     class Broken(Tiled):
         def forward(self, *args: Any) -> None:
