@@ -16,9 +16,11 @@ from torch import Tensor
 
 from megatron_bp.attention.kernels.contract import Kernel, accumulation_dtype
 
-BLOCK = 16
-DOCUMENTS = (144, 144, 21)  # tokens; the last one ends in a ragged block. What a kernel does with
-# long rows it does with 128 of them: the corrupted rows of 144 tokens without their first block.
+# Two documents and the start of one that ends in a ragged block. What kernels do with long rows
+# they do with 128: the corrupted rows of a document without its first block. A block is longer than
+# half a tile.
+BLOCK = 17
+DOCUMENTS = (153, 153, 20)
 WINDOW = 40
 MAX_KEY_HEADS, MAX_GROUP = 2, 4  # of the model's, so that the test is short
 
