@@ -20,6 +20,8 @@ from megatron_bp.sequence.visibility import Visibility
 
 Rows = slice | Tensor
 
+MOST_VIEWS = 4
+
 
 @dataclass(frozen=True, eq=False)
 class Held:
@@ -129,7 +131,10 @@ def _part(
     kernel: Kernel,
     device: torch.device,
 ) -> tuple[Part, ...]:
-    """The part of the rows that see some key of `held`, if any does.
+    """The parts of the rows that see some key of `held`.
+
+    Few runs of rows are a part each, whose rows are views: clean rows see their keys, and so do
+    corrupted rows but those of a document's first block. Many are one part, whose rows are copied.
 
     Args:
         lo: what each row sees, [lo, hi).
@@ -143,14 +148,18 @@ def _part(
     seeing = np.flatnonzero(stop > start)
     if len(seeing) == 0:
         return ()
-    first, last = int(start[seeing].min()), int(stop[seeing].max())
-    lo = (start[seeing] - first).astype(np.int32)
-    hi = (stop[seeing] - first).astype(np.int32)
-    rows: Rows
-    if seeing[-1] - seeing[0] + 1 == len(seeing):
-        rows = slice(int(seeing[0]), int(seeing[-1]) + 1)
-    else:
-        rows = torch.from_numpy(seeing).to(device)
-    keys = slice(first_key + first, first_key + last)
-    pairs = int((hi - lo).sum(dtype=np.int64))
-    return (Part(rows, keys, kernel.prepare(lo, hi, device), pairs),)
+    begins = np.flatnonzero(np.diff(seeing, prepend=-2) > 1)
+    runs = np.split(seeing, begins[1:]) if len(begins) <= MOST_VIEWS else [seeing]
+    parts = []
+    for run in runs:
+        first, last = int(start[run].min()), int(stop[run].max())
+        low, high = (start[run] - first).astype(np.int32), (stop[run] - first).astype(np.int32)
+        rows: Rows
+        if run[-1] - run[0] + 1 == len(run):
+            rows = slice(int(run[0]), int(run[-1]) + 1)
+        else:
+            rows = torch.from_numpy(run).to(device)
+        keys = slice(first_key + first, first_key + last)
+        pairs = int((high - low).sum(dtype=np.int64))
+        parts.append(Part(rows, keys, kernel.prepare(low, high, device), pairs))
+    return tuple(parts)
