@@ -2,8 +2,8 @@
 # Makes an environment of its own with Transformer Engine, for tests/te; needs no GPU and no CUDA toolkit.
 # Quick when there is nothing to do, and goes on where it was interrupted.
 #   scripts/te_environment.sh [FOLDER]      (default: .venv-te)
-# Transformer Engine's PyTorch part is on package indexes as source alone: 33 C++ files are compiled, in
-# 15 minutes on one core. MAX_JOBS=N compiles N files at a time, about 3 GB of memory each (default 1). Its
+# Transformer Engine's PyTorch part is on package indexes as source alone: 33 C++ files, which each read torch's
+# headers for half a minute. They are compiled as one file, in a few minutes on one core and 3 GB of memory. Its
 # headers and libraries of CUDA are those that torch's wheel brings, and CUDA's compiler is not needed.
 # Megatron is left out of it: with Transformer Engine there, the layers of its local spec fail without a GPU.
 set -euo pipefail
@@ -87,17 +87,36 @@ step "installing torch $torch and build tools, a minute or two" pip install --pr
 # `nvidia` is a folder without a file of its own: it has a path alone.
 libraries=$("$python" -I -c 'import nvidia; print(list(nvidia.__path__)[0])')
 # NVTE_PYTORCH_FORCE_BUILD: otherwise its setup first tries to fetch a wheel from where no package index is.
+# CPLUS_INCLUDE_PATH: nv/target, which the headers of bf16 and FP8 include.
+in_environment() {
+  env PATH="$folder/bin:$PATH" MAX_JOBS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
+    CPLUS_INCLUDE_PATH="$libraries/cu13/include/cccl${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}" "$@"
+}
+source_of() {
+  rm -rf "$folder/source"
+  in_environment "$python" -m pip download --progress-bar off --no-deps --no-build-isolation \
+    --no-binary transformer-engine-torch --dest "$folder/source" "transformer-engine-torch==$te"
+  tar -xzf "$folder/source/transformer_engine_torch-$te.tar.gz" -C "$folder/source"
+}
+# Its setup compiles whatever is called *.cpp: all of them become headers of one.
+as_one_file() {
+  local csrc="$folder/source/transformer_engine_torch-$te/csrc" file
+  find "$csrc" -name '*.cpp' | LC_ALL=C sort | while read -r file; do
+    mv "$file" "${file%.cpp}.inc"
+    echo "#include \"${file%.cpp}.inc\""
+  done > "$folder/source/all"
+  mv "$folder/source/all" "$csrc/all.cpp"
+}
 built() {
-  env PATH="$folder/bin:$PATH" MAX_JOBS="${MAX_JOBS:-1}" \
-    NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
-    CPLUS_INCLUDE_PATH="$libraries/cu13/include/cccl${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}" \
-    "$python" -m pip wheel -v --progress-bar off --no-deps --no-build-isolation --no-cache-dir \
-    --no-binary transformer-engine-torch --wheel-dir "$wheels" "transformer-engine-torch==$te"
+  in_environment "$python" -m pip wheel -v --progress-bar off --no-deps --no-build-isolation --no-cache-dir \
+    --wheel-dir "$wheels" "$folder/source/transformer_engine_torch-$te"
 }
 step "installing Transformer Engine's core $te" pip install --progress-bar off --no-deps \
   "transformer-engine==$te" "transformer-engine-cu13==$te"
 if ! compgen -G "$wheels/transformer_engine_torch-$te-*.whl" > /dev/null; then
-  step "compiling its PyTorch part with ${MAX_JOBS:-1} job(s): 15 minutes with one" built
+  step "fetching the source of its PyTorch part" source_of
+  as_one_file
+  step "compiling it, some minutes" built
 fi
 step "installing its PyTorch part" pip install --progress-bar off --find-links "$wheels" \
   "torch==$torch" "transformer-engine-torch==$te"

@@ -28,6 +28,8 @@ NOT_RUN = {
     "scripts/quickstart.sh": "takes minutes; its steps are those that run here",
     "scripts/quickstart_conversion.sh": "takes minutes; its steps are those that run here",
     "scripts/quickstart_sft.sh": "takes minutes; its steps are those that run here",
+    "scripts/te_environment.sh": "compiles for 15 minutes and more",
+    "pytest tests/te": "needs Transformer Engine, which te_environment.sh installs",
     "scripts/test.sh": "is what runs this",
     "scripts/gpu_checks.sh": "needs a GPU",
     "tools.function_pairs": "tests/unit/test_function_pairs.py runs it on a small tree",
@@ -58,7 +60,7 @@ def commands(page: str) -> list[str]:
     """Command lines of a page: indented blocks, and code in text that starts with a program."""
     text = (ROOT / page).read_text().replace("\\\n", " ")
     lines = re.findall(r"^ {4,}(.*)$", text, re.MULTILINE) + re.findall(r"`([^`]+)`", text)
-    program = re.compile(r"^(?:\w+=\S+ )*(?:bash |\.venv/bin/|python |torchrun |srun |pkill )")
+    program = re.compile(r"^(?:\w+=\S+ )*(?:bash |\.venv(?:-te)?/bin/|python |torchrun |srun |pkill )")
     return [" ".join(line.split("#")[0].split()) for line in lines if program.match(line)]
 
 
