@@ -175,10 +175,13 @@ def test_fewest_further_rows_for_the_work() -> None:
 
 
 def test_what_a_taker_sees_by_a_move_is_free_for_the_next() -> None:
-    """Rank 2 has the longest prefix by its second unit alone, which it takes first."""
-    # 0: 30, 1: 13, 2: 5; rank 0 gives unit 3 of document 0 to rank 2, for 30 rows, as 1 has no room
-    units = group([4, 4, 4, 6, 1, 1], [0, 1, 1, 0, 0, 2], [[40, 60], [0, 40], [0, 40]], [15, 5, 4])
-    assert owners(units, 26) == [0, 1, 1, 0, 0, 2]
+    """Ranks have 28, 8 and 26; at most 24: 0 gives a unit to 1, and then 2 gives one.
+
+    Unit 2 makes rank 1 see document 0 up to 20: unit 1 costs no further rows then, unit 5 does 5.
+    """
+    home, reach = [1, 2, 0, 0, 1, 2, 2, 2], [[40, 40], [0, 45], [0, 80]]
+    units = group([4] * 8, home, reach, load=[20, 0, 10])
+    assert owners(units, 24) == [1, 1, 1, 0, 1, 2, 2, 2]
 
 
 def test_a_run_of_neighbours_goes_to_one_taker() -> None:
@@ -251,6 +254,22 @@ def test_no_single_move_would_help_the_worst_rank() -> None:
                 assert (of_group.min() + mine >= of_group.max()).all()
                 stuck += 1
     assert stuck > 50
+
+
+def test_where_no_rank_has_too_much_nothing_moves() -> None:
+    """In hybrid mode the dearest group's mean counts: a lighter one need not be level."""
+    uneven = 0
+    for row, plan in small_plans():
+        cp = plan.options.context_parallel_size
+        home = make_plan(row, replace(plan.options, max_imbalance=math.inf))
+        cost = home.cost.reshape(-1, cp)
+        most = int((1 + 0.99 * 0.03) * cost.sum(1).max() / cp)
+        for g, of_group in enumerate(cost):
+            if of_group.max() <= most:
+                mine = home.unit_owner // cp == g
+                assert (plan.unit_owner[mine] == home.unit_owner[mine]).all()
+                uneven += of_group.max() > 1.1 * of_group.mean()
+    assert uneven > 10
 
 
 def test_the_worst_rank_is_never_worse_than_with_units_at_home() -> None:
