@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Two hosts on this machine, as network namespaces joined by a link whose rate is limited: steps of each form of
 # attention's communication, and CSBP against the best CP form trained for the same time. Needs root, ip and tc; makes
-# and removes all of it itself. Table, JSON and picture go to runs/bench_two_hosts; flags go to the tool:
+# and removes all of it itself. two_hosts.{json,md,png,svg} go to runs/bench_two_hosts, or to the folder in OUT, where
+# two_hosts.md keeps its own text around the tables. Flags go to the tool:
 #   scripts/bench_two_hosts.sh --repeats 1 --curve-seconds 0
-#   OUT=docs/benchmarks scripts/bench_two_hosts.sh       where two_hosts.{json,md,png,svg} are written besides
+#   OUT=docs/benchmarks scripts/bench_two_hosts.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -63,7 +64,10 @@ say "steps of each form"
 child=$!
 wait "$child" || { child="" && exit 1; }
 child=""
-if "$python" -c 'import matplotlib' 2> /dev/null; then
+"$python" -m megatron_bp.tools.bench.two_hosts.page "$out/two_hosts.json" "$out/two_hosts.md"
+if [[ " $* " == *" --curve-seconds 0 "* ]]; then
+  say "no curve, no picture"
+elif "$python" -c 'import matplotlib' 2> /dev/null; then
   "$python" -m megatron_bp.tools.bench.two_hosts.picture "$out/two_hosts.json" "$out/two_hosts"
 else
   say 'no picture: matplotlib is missing (.venv/bin/pip install -e ".[plot]"), then:' \

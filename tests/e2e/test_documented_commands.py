@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/running.md", "docs/testing.md", "docs/verify.md")
 PAGES += ("docs/conversion.md", "docs/sft.md", "docs/benchmarks/sft_answer_rows.md")
 PAGES += tuple(f"docs/benchmarks/{name}.md" for name in ("attention", "step", "exchange"))
+PAGES += ("docs/benchmarks/two_hosts.md",)
 NOT_RUN = {
     "configs/quickstart.yaml --save": "README's own, which is run, is this with another config",
     "configs/conversion": "tests/e2e/test_conversion.py trains and converts as these do",
@@ -38,6 +39,7 @@ NOT_RUN = {
     "tools.bench step": "takes minutes; tests/unit/test_bench_step.py runs it small",
     "tools.bench exchange": "needs 4 ranks; tests/unit/test_bench_step.py runs it on 2",
     "scripts/bench_cpu.sh": "takes most of an hour",
+    "scripts/bench_two_hosts.sh": "needs root; tests/unit/test_two_hosts.py has its parts",
     "srun": "needs SLURM",
     "--nproc-per-node 16": "needs 16 ranks; tests/e2e/test_topologies.py runs such layouts on 4",
     "--seq-length 32768": "takes minutes",

@@ -6,7 +6,7 @@ The budget in low precision: twice the error of plain PyTorch in the same dtype.
 import numpy as np
 import pytest
 import torch
-from intervals import dense, planned_intervals, random_intervals, seeing
+from planned import dense, planned_intervals, random_intervals, seeing
 from torch import Tensor
 
 from megatron_bp.attention.kernels.choose import NAMES, choose, refusal

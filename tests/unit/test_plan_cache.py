@@ -110,18 +110,13 @@ def test_what_follows_from_a_plan_is_made_once_and_goes_with_it() -> None:
     assert gone() is None
 
 
-def test_batches_of_a_plan_share_visibility_and_shards() -> None:
+def test_batches_of_a_plan_share_shards() -> None:
     row = sample_of(Case((24,), 4))
     plan = make_plan(row, OPTIONS)
     corruption = corrupt(row, plan, Objective(50, 51, 1))
-    one, two = (local_batch(row, plan, corruption, 0, (None, 3)) for _ in range(2))
-    other = local_batch(row, plan, corruption, 1, (None, 3))
-    filled = local_batch(row, plan, corruption, 0, (None, 3), multiple=64)
-    for window in (None, 3):
-        assert one.visibility[window] is two.visibility[window]
-        assert one.visibility[window] is not other.visibility[window]
-        assert len(filled.visibility[window].index) == 64
-    assert one.visibility[None] is not one.visibility[3]
+    one, two = (local_batch(row, plan, corruption, 0) for _ in range(2))
+    other = local_batch(row, plan, corruption, 1)
+    filled = local_batch(row, plan, corruption, 0, multiple=64)
     assert all(a is b for a, b in zip(one.shards, two.shards, strict=True))
     assert one.shards[1] is other.shards[1]
     assert filled.shards[0].num_rows == 64

@@ -5,7 +5,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,14 @@ import torch
 
 from megatron_bp.parallel.collectives import Pending
 from megatron_bp.tools.bench import crossing, waits
-from megatron_bp.tools.bench.two_hosts import command, curve, picture, steps, table
+from megatron_bp.tools.bench.two_hosts import command, curve, picture, steps, table, traffic
 from megatron_bp.tools.bench.two_hosts.figures import Figures, Spread, best_cp, bound, checks
 from megatron_bp.tools.bench.two_hosts.figures import figures as figures_of
 from megatron_bp.tools.bench.two_hosts.forms import CLEAN, CP, CSBP, FORMS, P2P, chosen
 from megatron_bp.tools.bench.two_hosts.link import limiting
 from megatron_bp.tools.bench.two_hosts.orders import Order, Place
+from megatron_bp.tools.bench.two_hosts.page import BEGIN, END
+from megatron_bp.tools.bench.two_hosts.page import main as fill_page
 from megatron_bp.tools.bench.two_hosts.rate import Load, hidden, propose
 from megatron_bp.tools.bench.two_hosts.steps import Step
 
@@ -230,7 +232,25 @@ def test_points_of_a_curve() -> None:
     with pytest.raises(ValueError, match="does not tell its bytes"):
         curve.points([{"kind": "validation", "iteration": 1}])
     assert curve.Length.of(80.0, 2.5) == curve.Length(32, 4)
-    assert curve.Length.of(1.0, 2.5) == curve.Length(1, 1)
+    assert curve.Length.of(1.0, 2.5) == curve.Length(2, 1), "one of them warms up"
+
+
+def window() -> Step:
+    """A step that hands over what the hand says: 93 rows of 512 B, 2 layers, 8 micro-batches."""
+    whole = (2e6, 2e6)
+    return Step(False, 1.0, (0.0,) * 4, 0, whole, (761_856.0,) * 2, (2_040_000, 2_040_000))
+
+
+def test_bytes_are_held_against_the_hand() -> None:
+    assert [case.bytes for case in traffic.CASES] == [10_485_760, 20_971_520, 761_856, 6_291_456]
+    case, step = traffic.CASES[2], window()
+    assert traffic.compare(case, step)["holds"]
+    for wrong in (
+        replace(step, by_attention=(761_856.0, 761_344.0)),  # one row less
+        replace(step, link=(2_040_000, 2_120_000)),
+        replace(step, link=(1_890_000, 2_040_000)),
+    ):
+        assert not traffic.compare(case, wrong)["holds"]
 
 
 def result() -> dict:
@@ -244,7 +264,8 @@ def result() -> dict:
         "rate": 50e6 / 8,
         "forms": forms,
         "checks": checks(GOOD),
-        "curve": {"seconds": 80.0, "forms": {CSBP: line, P2P: line}},
+        "traffic": [traffic.compare(traffic.CASES[2], window())],
+        "curve": {"seconds": 80.0, "forms": {CSBP: line, P2P: line}, "failed": None},
     }
 
 
@@ -256,6 +277,13 @@ def test_what_is_printed() -> None:
     assert "cp:a2a did not run: no such choice" in told
     assert f"| {CP} / {CSBP} | 1.500 | at least 1.388 | yes |" in told
     assert f"| {P2P} | 2 | 5.0 | 6.500 |" in told
+    window = (
+        "| csbp:needed_rows, window of 32 | 761,856 | 761,856 | 2,000,000 | 2,040,000 | 2.0 % |"
+    )
+    assert f"{window} yes |" in told
+    broken = result()
+    broken["curve"]["failed"] = "bp: it fell"
+    assert table.lines(broken)[-1] == "The curve did not come to its end: bp: it fell"
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -267,6 +295,23 @@ def test_the_picture(tmp_path: Path) -> None:
 def test_a_picture_of_no_curve(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--curve-seconds was 0"):
         picture.draw(result() | {"curve": None}, str(tmp_path / "curve"))
+
+
+def test_a_page_keeps_its_text(tmp_path: Path) -> None:
+    page, file = tmp_path / "page.md", tmp_path / "result.json"
+    file.write_text(json.dumps(result()))
+    for before in ("stale\n", "newer\n"):  # filled twice
+        text = page.read_text() if page.exists() else f"# Head\n{BEGIN}\n{before}{END}\ntail\n"
+        page.write_text(text)
+        fill_page([str(file), str(page)])
+    told = page.read_text()
+    assert told.startswith("# Head\n<!-- result -->\n\na machine; 4 ranks")
+    assert told.endswith(f"{END}\ntail\n")
+    assert told.count("a machine; 4 ranks") == 1
+    assert "stale" not in told
+    page.write_text("no marks")
+    with pytest.raises(SystemExit, match=r"page: error: the page needs one line <!-- result -->"):
+        fill_page([str(file), str(page)])
 
 
 @pytest.mark.parametrize(

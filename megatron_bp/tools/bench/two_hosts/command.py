@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bp.tools.bench.machine import processor
-from megatron_bp.tools.bench.two_hosts import curve, steps
+from megatron_bp.tools.bench.two_hosts import curve, steps, traffic
 from megatron_bp.tools.bench.two_hosts.figures import Figures, best_cp, checks, figures
 from megatron_bp.tools.bench.two_hosts.forms import CLEAN, CP, CSBP, Form, chosen
 from megatron_bp.tools.bench.two_hosts.link import Hosts
@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--namespaces", nargs=2, required=True, metavar="NAME", help="of the two hosts")
     add("--interface", required=True, help="name of the link's end on both hosts")
     add("--addresses", nargs=2, required=True, metavar="IP", help="of the link's ends")
-    add("--config", default="configs/two_hosts.yaml", help="what is trained")
+    add("--config", default=traffic.CONFIG, help="what is trained")
     add("--run-flags", default="", metavar="'FLAGS'", help="more flags of pretrain_bdlm.py")
     add("--folder", type=Path, default=Path("runs/bench_two_hosts"), help="of logs and numbers")
     add("--ranks", type=int, default=4, help="half of them on each host, default 4")
@@ -45,6 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=float, metavar="MBIT", help="of the link; default: so that --fraction holds")
     add("--fraction", type=float, default=0.675, help="of cp:all_gather's step to wait for K/V")
     add("--curve-seconds", type=float, default=80.0, help="of training, each form; 0 for no curve")
+    add("--no-traffic", action="store_true", help="no runs whose bytes are known by hand")
     add("--timeout", type=float, default=300.0, help="seconds a run may take, without the curve's")
 
 
@@ -77,6 +78,7 @@ class _Benchmark:
     def result(self, forms: list[Form]) -> dict[str, Any]:
         options = self._options
         self._say("ranks stand")
+        counted = self._traffic()
         rate = self._calibrate() if options.rate is None else options.rate * MBIT
         found: dict[str, list[Step]] = {form.name: [] for form in forms}
         refused: dict[str, str] = {}
@@ -107,6 +109,7 @@ class _Benchmark:
                 for name in found
             },
             "checks": checks(told),
+            "traffic": counted,
             "curve": self._curve(forms, told, rate) if options.curve_seconds else None,
             "seconds": time.monotonic() - self._begin,
         }
@@ -129,6 +132,14 @@ class _Benchmark:
         seconds = ", ".join(f"{s.seconds:.2f}{'' if s.limited else ' unlimited'}" for s in got)
         self._say(f"repeat {repeat + 1}, {form.name}: {seconds} s")
         return got
+
+    def _traffic(self) -> list[dict[str, Any]]:
+        options = self._options
+        if options.no_traffic or options.ranks != traffic.RANKS:
+            return []
+        told = traffic.run(self._job, self._hosts, options.folder / "traffic", options.timeout)
+        self._say(f"traffic: {sum(case['holds'] for case in told)} of {len(told)} as by hand")
+        return told
 
     def _calibrate(self) -> float:
         """Bytes a second at which CP all_gather waits the wanted fraction of a step."""
@@ -164,20 +175,21 @@ class _Benchmark:
         best = best_cp(told)
         names = [CSBP, best, *([best_cp(told, [CLEAN])] if best == CLEAN else [])]
         by_name = {form.name: form for form in forms}
-        drawn = {}
+        drawn: dict[str, Any] = {}
+        failed = None
         for name in names:
             length = curve.Length.of(seconds, told[name].limited.median)
-            drawn[name] = curve.run(
-                self._job,
-                self._hosts,
-                self._options.folder / f"curve_{name.replace(':', '_')}",
-                self._flags(by_name[name]),
-                length,
-                rate,
-                self._options.timeout + 4 * seconds,
-            )
+            folder = self._options.folder / f"curve_{name.replace(':', '_')}"
+            flags, timeout = self._flags(by_name[name]), self._options.timeout + 4 * seconds
+            try:
+                drawn[name] = curve.run(
+                    self._job, self._hosts, folder, flags, length, rate, timeout
+                )
+            except RunError as error:  # what was measured before is not lost for it
+                failed = f"{name}: {error}"
+                break
             self._say(f"{name}: {length.steps} steps in {drawn[name][-1]['seconds']:.1f} s")
-        return {"seconds": seconds, "forms": drawn}
+        return {"seconds": seconds, "forms": drawn, "failed": failed}
 
     def _say(self, what: str) -> None:
         print(f"bench hosts: {what} [{time.monotonic() - self._begin:.0f} s]", flush=True)

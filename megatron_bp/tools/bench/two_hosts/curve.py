@@ -27,8 +27,8 @@ class Length:
 
     @staticmethod
     def of(seconds: float, a_step: float) -> "Length":
-        """As many steps as fit into the seconds; at least one."""
-        steps = max(1, int(seconds / a_step))
+        """As many steps as fit into the seconds; at least two, one of which warms up."""
+        steps = max(2, int(seconds / a_step))
         return Length(steps, -(-steps // POINTS))
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 CSBP, CP = "csbp:all_gather", "cp:all_gather"
 P2P, CLEAN = "cp:p2p", "cp:clean_all_gather"
+NEEDED = "csbp:needed_rows"
 
 
 @dataclass(frozen=True)

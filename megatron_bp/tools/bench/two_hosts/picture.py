@@ -27,8 +27,8 @@ def draw(result: dict[str, Any], prefix: str) -> list[str]:
         ValueError: the result has no curve.
     """
     curve = result["curve"]
-    if not curve:
-        raise ValueError("the result has no curve: --curve-seconds was 0")
+    if not curve or not curve["forms"]:
+        raise ValueError("the result has no curve: --curve-seconds was 0, or its runs failed")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -67,7 +67,7 @@ def run(
         timeout: seconds of the whole run.
     """
     unlimited = WARM_UP + counts[0]
-    waiting = True
+    waiting = counts[1] > 0
 
     def at_the_pause() -> None:
         nonlocal waiting

@@ -17,6 +17,16 @@ HEAD = (
     "counters off by",
 )
 
+TRAFFIC = (
+    "a host's bytes a step",
+    "K/V by hand",
+    "K/V handed over",
+    "all handed over",
+    "on the link",
+    "counters off by",
+    "holds",
+)
+
 
 def lines(result: dict[str, Any]) -> list[str]:
     """All of it."""
@@ -34,6 +44,9 @@ def lines(result: dict[str, Any]) -> list[str]:
     for check in result["checks"]:
         holds = "yes" if check["holds"] else "**no**"
         out.append(f"| {check['name']} | {check['value']:.3f} | {check['rule']} | {holds} |")
+    if result["traffic"]:
+        out += ["", f"| {' | '.join(TRAFFIC)} |", "|" + "---|" * len(TRAFFIC)]
+        out += [_traffic(case) for case in result["traffic"]]
     for name, form in result["forms"].items():
         if form["refused"]:
             out += ["", f"{name} did not run: {form['refused']}"]
@@ -47,6 +60,8 @@ def lines(result: dict[str, Any]) -> list[str]:
                 f"| {name} | {last['step']:.0f} | {last['seconds']:.1f} | "
                 f"{last['bits_per_byte']:.3f} |"
             )
+        if result["curve"]["failed"]:
+            out += ["", f"The curve did not come to its end: {result['curve']['failed']}"]
     return out
 
 
@@ -62,6 +77,22 @@ def _row(name: str, form: dict[str, Any], csbp: float) -> str:
         f"{100 * form['counters']:.1f} %",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _traffic(case: dict[str, Any]) -> str:
+    cells = [
+        case["name"],
+        f"{case['by_hand']:,}",
+        *(_of_hosts(case[key]) for key in ("by_attention", "handed", "link")),
+        f"{100 * case['counters']:.1f} %",
+        "yes" if case["holds"] else "**no**",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _of_hosts(values: list[float]) -> str:
+    """Of both hosts, once where they are the same."""
+    return ", ".join(dict.fromkeys(f"{value:,.0f}" for value in values))
 
 
 def _spread(spread: dict[str, Any]) -> str:
