@@ -154,6 +154,8 @@ def _calls(
             note = f"{name} left out: TORCHDYNAMO_DISABLE is set, and it has to be compiled"
             notes += [note] if note not in notes else []
         else:
+            if key == "flex":
+                torch._dynamo.reset()  # it compiles one function so many times, then no more
             yield name, make(problem)
             yield PLAIN + name, make_plain(length, documents, block, heads, like)
     for name in kernels:

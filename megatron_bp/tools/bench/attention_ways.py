@@ -174,7 +174,7 @@ def dense(problem: Problem) -> plain.Call:
 
     def call(backward: bool) -> object:
         with torch.set_grad_enabled(backward):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+            out = plain.masked(q, k, v, mask)
         return torch.autograd.grad(out, (q, k, v), gradient) if backward else out
 
     return call

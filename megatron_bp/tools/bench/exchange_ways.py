@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_bp.attention.exchange import te
 from megatron_bp.attention.exchange.base import Exchange, Traffic
 from megatron_bp.attention.exchange.choose import ExchangeOptions, prepare_exchange
 from megatron_bp.data.document import Document
@@ -45,11 +46,13 @@ def chosen(names: Sequence[str] | None) -> list[str]:
     """The forms that are asked for.
 
     Raises:
-        ValueError: there is none of a name.
+        ValueError: there is none of a name, or Transformer Engine is not installed.
     """
     for name in names or ():
         if name not in FORMS:
             raise ValueError(f"--forms {name}: there is none; there are {', '.join(FORMS)}")
+    if names and "csbp:te" in names:
+        te.collectives()
     return list(names or (name for name in FORMS if name != "csbp:te"))
 
 
