@@ -226,10 +226,14 @@ def test_points_of_a_curve() -> None:
         {"kind": "validation", "iteration": 3, "seconds": 9.0, "bound_bits_per_byte": 6.0},
     ]
     assert curve.points(rows) == [
-        {"step": 2.0, "seconds": 5.0, "bits_per_byte": 6.5},
-        {"step": 3.0, "seconds": 9.0, "bits_per_byte": 6.0},
+        {"step": 2.0, "seconds": 5.0, "bits": 6.5},
+        {"step": 3.0, "seconds": 9.0, "bits": 6.0},
     ]
-    with pytest.raises(ValueError, match="does not tell its bytes"):
+    assert curve.unit_of(rows) == "byte"
+    of_tokens = [{"kind": "validation", "iteration": 1, "bound_bits_per_token": 7.0}]
+    assert curve.unit_of(of_tokens) == "token"
+    assert curve.points(of_tokens)[0]["bits"] == 7.0
+    with pytest.raises(ValueError, match="no evaluation tells a bound"):
         curve.points([{"kind": "validation", "iteration": 1}])
     assert curve.Length.of(80.0, 2.5) == curve.Length(32, 4)
     assert curve.Length.of(1.0, 2.5) == curve.Length(2, 1), "one of them warms up"
@@ -239,6 +243,13 @@ def window() -> Step:
     """A step that hands over what the hand says: 93 rows of 512 B, 2 layers, 8 micro-batches."""
     whole = (2e6, 2e6)
     return Step(False, 1.0, (0.0,) * 4, 0, whole, (761_856.0,) * 2, (2_040_000, 2_040_000))
+
+
+def test_documents_are_as_long_as_the_hand_has_them(tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(str(traffic.documents(tmp_path, 256)))
+    assert data.sequence_lengths.tolist() == [256] * traffic.DOCUMENTS
 
 
 def test_bytes_are_held_against_the_hand() -> None:
@@ -254,7 +265,7 @@ def test_bytes_are_held_against_the_hand() -> None:
 
 
 def result() -> dict:
-    line = [{"step": 2.0, "seconds": 5.0, "bits_per_byte": 6.5}]
+    line = [{"step": 2.0, "seconds": 5.0, "bits": 6.5}]
     forms = {name: {"steps": [], "figures": asdict(f), "refused": None} for name, f in GOOD.items()}
     forms["cp:a2a"] = {"steps": [], "figures": None, "refused": "no such choice"}
     return {
@@ -265,7 +276,12 @@ def result() -> dict:
         "forms": forms,
         "checks": checks(GOOD),
         "traffic": [traffic.compare(traffic.CASES[2], window())],
-        "curve": {"seconds": 80.0, "forms": {CSBP: line, P2P: line}, "failed": None},
+        "curve": {
+            "seconds": 80.0,
+            "unit": "byte",
+            "forms": {CSBP: line, P2P: line},
+            "failed": None,
+        },
     }
 
 

@@ -176,20 +176,20 @@ class _Benchmark:
         names = [CSBP, best, *([best_cp(told, [CLEAN])] if best == CLEAN else [])]
         by_name = {form.name: form for form in forms}
         drawn: dict[str, Any] = {}
-        failed = None
+        failed, unit = None, ""
         for name in names:
             length = curve.Length.of(seconds, told[name].limited.median)
             folder = self._options.folder / f"curve_{name.replace(':', '_')}"
             flags, timeout = self._flags(by_name[name]), self._options.timeout + 4 * seconds
             try:
-                drawn[name] = curve.run(
+                drawn[name], unit = curve.run(
                     self._job, self._hosts, folder, flags, length, rate, timeout
                 )
-            except RunError as error:  # what was measured before is not lost for it
+            except (RunError, ValueError) as error:  # what was measured before is not lost for it
                 failed = f"{name}: {error}"
                 break
             self._say(f"{name}: {length.steps} steps in {drawn[name][-1]['seconds']:.1f} s")
-        return {"seconds": seconds, "forms": drawn, "failed": failed}
+        return {"seconds": seconds, "unit": unit, "forms": drawn, "failed": failed}
 
     def _say(self, what: str) -> None:
         print(f"bench hosts: {what} [{time.monotonic() - self._begin:.0f} s]", flush=True)

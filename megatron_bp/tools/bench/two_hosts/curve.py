@@ -40,8 +40,8 @@ def run(
     length: Length,
     rate: float,
     timeout: float,
-) -> list[dict[str, float]]:
-    """The points of one form, see `points`.
+) -> tuple[list[dict[str, float]], str]:
+    """The points of one form and their unit, see `points`.
 
     Args:
         ranks: they run it.
@@ -63,30 +63,35 @@ def run(
         ranks.run(folder, [*flags, *(str(word) for pair in more.items() for word in pair)], timeout)
     finally:
         hosts.limit(None)
-    return points(read_metrics(folder / METRICS))
+    rows = read_metrics(folder / METRICS)
+    return points(rows), unit_of(rows)
 
 
 def points(rows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """Of each evaluation: step, seconds of training until then, bound in bits a byte.
+    """Of each evaluation: step, seconds of training until then, bound in bits a `unit_of(rows)`.
 
     Evaluations and the start are not in the seconds. A second evaluation after the same step, as
     Megatron makes one at the end, is the same one.
-
-    Raises:
-        ValueError: there is no bound in bits a byte.
     """
-    seconds, found = 0.0, {}
+    seconds, found, unit = 0.0, {}, unit_of(rows)
     for row in rows:
         if row["kind"] == "train":
             seconds += row["seconds"]
         elif row["kind"] == "validation":
-            if "bound_bits_per_byte" not in row:
-                raise ValueError(
-                    "the data does not tell its bytes: prepare it with megatron_bp.tools.prepare"
-                )
-            found[row["iteration"]] = {
-                "step": float(row["iteration"]),
-                "seconds": seconds,
-                "bits_per_byte": row["bound_bits_per_byte"],
-            }
+            bits = row[f"bound_bits_per_{unit}"]
+            step = row["iteration"]
+            found[step] = {"step": float(step), "seconds": seconds, "bits": bits}
     return [found[step] for step in sorted(found)]
+
+
+def unit_of(rows: Sequence[dict[str, Any]]) -> str:
+    """What bounds are told of: "byte", or "token" where the data does not know its bytes.
+
+    Raises:
+        ValueError: there is no bound.
+    """
+    evaluated = [row for row in rows if row["kind"] == "validation"]
+    for unit in ("byte", "token"):
+        if evaluated and all(f"bound_bits_per_{unit}" in row for row in evaluated):
+            return unit
+    raise ValueError("no evaluation tells a bound; see --loss-weighting bound and --eval-iters")

@@ -38,11 +38,11 @@ def draw(result: dict[str, Any], prefix: str) -> list[str]:
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for (name, points), look in zip(curve["forms"].items(), LOOKS, strict=False):
         label = f"{name} ({points[-1]['step']:.0f} steps)"
-        x, y = ([point[key] for point in points] for key in ("seconds", "bits_per_byte"))
+        x, y = ([point[key] for point in points] for key in ("seconds", "bits"))
         axes.plot(x, y, label=label, markersize=5, **look)
     rate = result["rate"] * 8 / 1e6
     axes.set_xlabel(f"training time, s (two hosts, {rate:.0f} Mbit/s between them)")
-    axes.set_ylabel("validation bound, bits per byte")
+    axes.set_ylabel(f"validation bound, bits per {curve['unit']}")
     axes.grid(alpha=0.3)
     axes.legend()
     files = [f"{prefix}.png", f"{prefix}.svg"]

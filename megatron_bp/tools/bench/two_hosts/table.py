@@ -53,12 +53,14 @@ def lines(result: dict[str, Any]) -> list[str]:
     if result["curve"]:
         seconds = result["curve"]["seconds"]
         out += ["", f"Trained for {seconds:.0f} s on the limited link, each:", ""]
-        out += ["| form | steps | s | bound, bits/byte |", "|---|---|---|---|"]
+        out += [
+            f"| form | steps | s | bound, bits/{result['curve']['unit']} |",
+            "|---|---|---|---|",
+        ]
         for name, points in result["curve"]["forms"].items():
             last = points[-1]
             out.append(
-                f"| {name} | {last['step']:.0f} | {last['seconds']:.1f} | "
-                f"{last['bits_per_byte']:.3f} |"
+                f"| {name} | {last['step']:.0f} | {last['seconds']:.1f} | {last['bits']:.3f} |"
             )
         if result["curve"]["failed"]:
             out += ["", f"The curve did not come to its end: {result['curve']['failed']}"]

@@ -80,7 +80,7 @@ def run(ranks: Ranks, hosts: Hosts, folder: Path, timeout: float) -> list[dict[s
     """
     told = []
     for i, case in enumerate(CASES):
-        prefix = _documents(folder, case.document)
+        prefix = documents(folder, case.document)
         (form,) = (form for form in chosen(None) if form.name == case.form)
         data = ["--data-path", str(prefix)]
         flags = [CONFIG, *form.flags(RANKS), *FLAGS.split(), *data, *case.flags]
@@ -106,12 +106,12 @@ def compare(case: Case, step: Step) -> dict[str, Any]:
     }
 
 
-def _documents(folder: Path, tokens: int) -> Path:
-    """Prefix of data whose documents all have so many tokens, one of them the end."""
+def documents(folder: Path, tokens: int) -> Path:
+    """Prefix of data whose documents all have so many tokens: bytes, and no end of document."""
     source, prefix = folder / f"text{tokens}", folder / f"data{tokens}"
     if not prefix.with_suffix(".idx").exists():
         source.mkdir(parents=True)
         for i in range(DOCUMENTS):
-            (source / f"{i}.txt").write_text(f"{i} ".ljust(tokens - 1, "abcdefg "[i % 8]))
+            (source / f"{i}.txt").write_text(f"{i} ".ljust(tokens, "abcdefg "[i % 8]))
         prepare(Options(input=[source], suffix=[".txt"], output_prefix=prefix))
     return prefix
