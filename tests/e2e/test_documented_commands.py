@@ -60,7 +60,9 @@ def commands(page: str) -> list[str]:
     """Command lines of a page: indented blocks, and code in text that starts with a program."""
     text = (ROOT / page).read_text().replace("\\\n", " ")
     lines = re.findall(r"^ {4,}(.*)$", text, re.MULTILINE) + re.findall(r"`([^`]+)`", text)
-    program = re.compile(r"^(?:\w+=\S+ )*(?:bash |\.venv(?:-te)?/bin/|python |torchrun |srun |pkill )")
+    program = re.compile(
+        r"^(?:\w+=\S+ )*(?:bash |\.venv(?:-te)?/bin/|python |torchrun |srun |pkill )"
+    )
     return [" ".join(line.split("#")[0].split()) for line in lines if program.match(line)]
 
 
