@@ -30,8 +30,8 @@ def test_the_autoregressive_baseline_is_a_plain_transformer() -> None:
     import ranks
 
     losses, largest = ranks.run_ranks(1, both_models, fresh=True)[0]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert largest < 1e-5
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert largest < 1e-4
 
 
 def both_models(rank: int, world: int) -> tuple[list[float], float]:
@@ -44,6 +44,8 @@ def both_models(rank: int, world: int) -> tuple[list[float], float]:
         plain = plain_transformer.Transformer(2, 24, (4, 2, 8), 256)
         weights = dict(theirs.named_parameters())
         with torch.no_grad():
+            for weight in theirs.parameters():  # at its start attention hardly looks at positions
+                weight *= 8
             for name, parameter in plain.named_parameters():
                 parameter.copy_(weight_of(name, weights))
         tokens = torch.randint(0, 255, (18,))
