@@ -21,7 +21,8 @@ refuse() {
 # The link goes with its ends. What still runs inside is this script's own.
 remove() {
   local code=$? host pid
-  trap - EXIT INT TERM HUP
+  trap - EXIT
+  trap '' INT TERM HUP  # a second signal must not leave anything behind
   if [ -n "$child" ]; then
     kill -TERM "$child" 2> /dev/null || true
     wait "$child" 2> /dev/null || true

@@ -24,7 +24,7 @@ from megatron_bp.tools.bench.two_hosts.page import main as fill_page
 from megatron_bp.tools.bench.two_hosts.rate import Load, hidden, propose
 from megatron_bp.tools.bench.two_hosts.steps import Step
 
-ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_two_hosts.sh"
 HOSTS = (0, 0, 1, 1)
 
 
@@ -349,6 +349,7 @@ def test_why_a_form_does_not_run() -> None:
 
 FAKE = """#!/bin/sh
 echo "$0 $*" | sed 's#.*/##' >> "$CALLS"
+if echo "$0 $*" | grep -qE -- "${SLOW:-nothing}"; then sleep 0.5; fi
 if echo "$0 $*" | grep -qE -- "$FAILS"; then echo "Operation not permitted" >&2; exit 1; fi
 """
 
@@ -367,20 +368,9 @@ if echo "$0 $*" | grep -qE -- "$FAILS"; then echo "Operation not permitted" >&2;
 def test_the_script_says_why_it_stops_and_removes_all(
     tmp_path: Path, fails: str, user: int, told: str, made: int
 ) -> None:
-    for name in ("ip", "tc"):
-        (tmp_path / name).write_text(FAKE)
-    (tmp_path / "id").write_text(f"#!/bin/sh\necho {user}\n")
-    for name in ("ip", "tc", "id"):
-        (tmp_path / name).chmod(0o755)
-    calls = tmp_path / "calls"
-    calls.touch()
-    environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "CALLS": str(calls),
-        "FAILS": fails,
-    }
+    environment, calls = fakes(tmp_path, user) | {"FAILS": fails}, tmp_path / "calls"
     done = subprocess.run(
-        [ROOT / "scripts" / "bench_two_hosts.sh"],
+        [SCRIPT],
         env=environment,
         capture_output=True,
         text=True,
@@ -391,7 +381,38 @@ def test_the_script_says_why_it_stops_and_removes_all(
     assert told in done.stderr
     assert "nothing was run" in done.stderr
     assert done.stdout == "", "stops before the environment is made"
+    assert of_calls(calls, "del") == of_calls(calls, "add")[:made]
+
+
+def test_two_signals_leave_no_namespace(tmp_path: Path) -> None:
+    """As of a `timeout` that signals the script and then its group: the second comes at the end."""
+    calls, slow = tmp_path / "calls", {"FAILS": "nothing", "SLOW": "link add|netns del"}
+    script = subprocess.Popen([SCRIPT], env=fakes(tmp_path, 0) | slow, stderr=subprocess.PIPE)
+    for sign in ("link add", "netns del"):
+        end = time.monotonic() + 30
+        while sign not in calls.read_text() and time.monotonic() < end:
+            time.sleep(0.02)
+        script.terminate()
+    _, told = script.communicate(timeout=30)
+    assert script.returncode == 130
+    assert b"interrupted" in told
+    assert of_calls(calls, "del") == of_calls(calls, "add")
+    assert len(of_calls(calls, "add")) == 2
+
+
+def fakes(folder: Path, user: int) -> dict[str, str]:
+    """The environment in which ip, tc and id are files of this folder that do nothing."""
+    for name in ("ip", "tc"):
+        (folder / name).write_text(FAKE)
+    (folder / "id").write_text(f"#!/bin/sh\necho {user}\n")
+    for name in ("ip", "tc", "id"):
+        (folder / name).chmod(0o755)
+    (folder / "calls").touch()
+    path = f"{folder}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "CALLS": str(folder / "calls")}
+
+
+def of_calls(calls: Path, what: str) -> list[str]:
+    """The namespaces that were added or deleted, in order."""
     lines = calls.read_text().splitlines()
-    added = [line.split()[-1] for line in lines if line.startswith("ip netns add")]
-    removed = [line.split()[-1] for line in lines if line.startswith("ip netns del")]
-    assert removed == added[:made]
+    return [line.split()[-1] for line in lines if line.startswith(f"ip netns {what}")]
