@@ -39,6 +39,8 @@ class Shape:
     copies: int = 1
     exchange: dict[str, Any] = field(default_factory=lambda: {"form": "all_gather"})
     attention: dict[str, Any] = field(default_factory=dict)
+    kernel: str = "tiled"
+    align_chunks: bool = False
 
     @property
     def experts(self) -> int:
@@ -306,11 +308,11 @@ def scoring(shape: Shape) -> str:
 
 def attention_of(shape: Shape) -> Any:
     from megatron_bp.attention.exchange.choose import ExchangeOptions
-    from megatron_bp.attention.kernels.tiled import Tiled
+    from megatron_bp.attention.kernels.choose import choose
     from megatron_bp.attention.layout import AttentionOptions
 
-    exchange = ExchangeOptions(**shape.exchange)
-    return AttentionOptions(Tiled(), exchange, **shape.attention)
+    kernel = choose(shape.kernel, "cpu", torch.float32, shape.gpt.head_dim)
+    return AttentionOptions(kernel, ExchangeOptions(**shape.exchange), **shape.attention)
 
 
 def settings_of(case: Case, shape: Shape, slot: Slot, micro_batches: int) -> Any:
@@ -330,6 +332,7 @@ def settings_of(case: Case, shape: Shape, slot: Slot, micro_batches: int) -> Any
             alignment=shape.objective.get("alignment", "same"),
             copies=shape.copies,
             window_anchor=case.window_anchor,
+            align_chunks=shape.align_chunks,
         ),
         objective=Objective(
             shape.mask_id,

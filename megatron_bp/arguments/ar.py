@@ -13,6 +13,7 @@ OF_CORRUPTED_ROWS = (
     "--clean-kv-exchange",
     "--cp-comm-type",
     "--eval-draws",
+    "--max-imbalance",
     "--answer-fill",
 )
 

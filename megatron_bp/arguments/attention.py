@@ -133,6 +133,12 @@ def _a2a(args: Namespace) -> None:
         no(str(error))
 
 
+def aligns_chunks(args: Namespace) -> bool:
+    """Whether this is mode CP with whole blocks."""
+    mode = parallel_mode(args.block_parallel_size, args.bdlm_clean_shard_size)
+    return mode == "CP" and args.bdlm_cp_comm_type == "clean_all_gather"
+
+
 def attention_options(args: Namespace) -> AttentionOptions:
     """What the attention module needs, from Megatron's validated arguments.
 

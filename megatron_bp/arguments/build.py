@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_bp.arguments.attention import attention_options
+from megatron_bp.arguments.attention import aligns_chunks, attention_options
 from megatron_bp.arguments.chats import chat_policy
 from megatron_bp.arguments.from_checkpoint import NewRun
 from megatron_bp.diffusion.objective import Objective
@@ -43,6 +43,8 @@ def settings(
             alignment=args.alignment,
             copies=args.corrupted_copies,
             window_anchor=args.window_anchor,
+            max_imbalance=args.max_imbalance,
+            align_chunks=aligns_chunks(args),
         ),
         objective=Objective(
             mask_token_id=args.mask_token_id,

@@ -22,6 +22,13 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         default=1,
         help="BP: ranks that share the target blocks of one sequence. Unset CP means CP = BP.",
     )
+    add(
+        "--max-imbalance",
+        type=float,
+        default=1.03,
+        help="Units are moved off the rank of their clean rows until the worst rank of a sequence "
+        "has at most this many times the mean work.",
+    )
     add_attention_flags(group)
     megatron_defaults(parser)
     add_objective_flags(group)

@@ -18,6 +18,7 @@ LEAST: dict[str, float] = {
     "eval_iters": 0,
     "eval_interval": 1,
     "eval_draws": 1,
+    "max_imbalance": 1,
     "corrupted_copies": 1,
     "log_interval": 1,
     "save_interval": 1,

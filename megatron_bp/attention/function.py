@@ -120,8 +120,9 @@ class _Attend(torch.autograd.Function):
         scale: float,
         given: Result | None,
     ) -> Tensor:
+        kept: list[Tensor] = []
         if given is not None:
-            out_SQD, lse_SQ, kept = *given, []
+            out_SQD, lse_SQ = given
         else:
             # The backward of a recomputation follows at once, so what was fetched is kept for it
             # and not fetched a third time.

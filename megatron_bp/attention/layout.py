@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from megatron_bp.attention.function import Plan, Result
 from megatron_bp.attention.heads import HeadsPlan, all_rows
 from megatron_bp.attention.kernels.contract import Kernel
 from megatron_bp.attention.parts import Held, View, make_view
+from megatron_bp.sequence.cache import once
 from megatron_bp.sequence.plan import RankRows, SequencePlan
 from megatron_bp.sequence.visibility import visibility
 
@@ -71,9 +71,6 @@ class _Prepared:
     order: Tensor | None = None
 
 
-_prepared: WeakKeyDictionary[SequencePlan, dict[Any, _Prepared]] = WeakKeyDictionary()
-
-
 def make_layout(
     plan: SequencePlan,
     shards: tuple[RankRows, ...],
@@ -96,16 +93,15 @@ def make_layout(
         group: the clean shard group.
         options: how attention is computed.
     """
-    known = _prepared.setdefault(plan, {})
     traffic = Traffic()
     plans: dict[int | None, Plan | HeadsPlan] = {}
     for window in windows:
         fill = tuple(shard.filling for shard in shards)
-        key = (slot_rank, window, fill, positions.device, options)
-        if key not in known:
-            prepare = _over_heads if options.over_heads else _over_rows
-            known[key] = prepare(plan, shards, slot_rank, window, options, positions.device)
-        found = known[key]
+        key = ("attention", slot_rank, window, fill, positions.device, options)
+        prepare = _over_heads if options.over_heads else _over_rows
+        device = positions.device
+        make = partial(prepare, plan, shards, slot_rank, window, options, device)
+        found = once(plan, key, make)
         exchange = found.exchange.make(group, traffic)
         own = Plan(found.view, exchange, options.kernel, options.keep_gathered)
         if found.order is None:

@@ -116,7 +116,8 @@ def make_view(
         of_clean(mine),
         tuple((*of_clean(held), *of_corrupted(held)) for held in arrivals),
     )
-    assert view.pairs == visible.pairs(), "a row sees keys that no rank of its clean shard group holds"
+    held = view.pairs
+    assert held == visible.pairs(), "a row sees keys that no rank of its clean shard group holds"
     return view
 
 

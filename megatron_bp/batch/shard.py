@@ -5,6 +5,7 @@ those that only fill up, then corrupted (by place). Takes ranks as integers, see
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bp.diffusion.corruption import Corruption, Term
+from megatron_bp.sequence.cache import once
 from megatron_bp.sequence.packing import Sample
 from megatron_bp.sequence.plan import RankRows, SequencePlan
 from megatron_bp.sequence.visibility import corrupted_positions
@@ -100,7 +102,10 @@ def local_batch(
             "clean rows are scored that no rank computes: plan with SequenceOptions(score_clean)"
         )
     group = plan.shard_group(rank)
-    shards = tuple(plan.rows_of(peer, multiple) for peer in group)
+    shards = tuple(
+        once(plan, ("rows", peer, multiple), partial(plan.rows_of, peer, multiple))
+        for peer in group
+    )
     mine = shards[group.index(rank)]
     clean, corrupted, filling = mine.clean, mine.corrupted, mine.filling
     length = len(sample.tokens)

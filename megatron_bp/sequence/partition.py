@@ -62,19 +62,18 @@ def zigzag(parts: int) -> NDArray[np.int32]:
     return np.minimum(part, parts - 1 - part)
 
 
-def nearest_cuts(edges: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
-    """int64[parts + 1]: the edges nearest to `parts` equal parts; the first and last are kept.
+def nearest_cuts(edges: NDArray[np.int64], ideal: NDArray[np.float64]) -> NDArray[np.int64]:
+    """int64: for each ideal cut the number of the edge nearest to it; the first and last are kept.
 
     Args:
         edges: ascending, at least two.
-        parts: how many; neighbouring cuts may be the same edge.
+        ideal: ascending, from edges[0] to edges[-1]; neighbours may get the same edge.
     """
-    ideal = edges[0] + (edges[-1] - edges[0]) * np.arange(parts + 1) / parts
     right = np.clip(np.searchsorted(edges, ideal), 1, len(edges) - 1)
     left = right - 1
     nearer_left = ideal - edges[left] < edges[right] - ideal
-    cuts: NDArray[np.int64] = np.where(nearer_left, edges[left], edges[right])
-    cuts[0], cuts[-1] = edges[0], edges[-1]
+    cuts: NDArray[np.int64] = np.where(nearer_left, left, right)
+    cuts[0], cuts[-1] = 0, len(edges) - 1
     return cuts
 
 
@@ -132,6 +131,14 @@ class UnitCosts:
         whole = np.maximum.reduceat(prefix, first) if len(first) else prefix
         before = np.repeat(np.cumsum(whole) - whole, np.diff(first, append=len(document)))
         return cls(np.append(0, np.cumsum(own)), before + prefix, before)
+
+    def shares(self, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64[groups]: what each of consecutive shares costs; an empty one nothing."""
+        cost = np.zeros(len(bounds) - 1, dtype=np.int64)
+        real = np.flatnonzero(bounds[1:] > bounds[:-1])
+        first, stop = bounds[real], bounds[real + 1]
+        cost[real] = self.own[stop] - self.own[first] + self.reach[stop - 1] - self.before[first]
+        return cost
 
     def split(self, groups: int) -> NDArray[np.int64]:
         """int64[groups + 1]: bounds of consecutive shares whose dearest costs as little as can be.

@@ -3,13 +3,16 @@
 Integers only. Why: docs/design/0009-needed-prefix.md.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_bp.sequence.blocks import BlockGrid
-from megatron_bp.sequence.partition import Runs, UnitCosts, deal, nearest_cuts, zigzag
+from megatron_bp.sequence.chunks import WEIGHINGS, chunks
+from megatron_bp.sequence.moving import Movable, moved
+from megatron_bp.sequence.partition import Runs, UnitCosts, deal, expand, zigzag
 from megatron_bp.sequence.units import SequenceOptions, Units
 
 
@@ -88,32 +91,32 @@ def by_unit(work: Work, options: SequenceOptions) -> tuple[NDArray[np.int32], Ru
     """(owner of each unit, clean runs, corrupted runs) where units are whole.
 
     Consecutive units go to each clean shard group, which computes the prefixes they need. Inside a
-    group of C ranks the blocks that it has rows of, clean or corrupted, are cut into 2 C parts of
-    about equal rows, dealt in zigzag: a unit stands with its block.
+    group of C ranks the blocks that it has rows of, clean or corrupted, are cut into 2 C chunks,
+    dealt in zigzag. A unit's home is the rank of its block; some are moved where ranks have too
+    much (`moving.py`).
     """
-    units, offset, grid = work.units, work.units.offset, work.grid
-    ranks = options.context_parallel_size
-    bounds = UnitCosts.of(
+    units, offset = work.units, work.units.offset
+    costs = UnitCosts.of(
         np.diff(work.corrupted_cost[offset]),
         work.clean_cost[work.need] - work.clean_cost[work.document_start],
         units.document,
-    ).split(options.groups)
+    )
+    bounds = costs.split(options.groups)
+    # What the ranks of the dearest group have, if it is level; lighter groups may have as much.
+    dearest = int(costs.shares(bounds).max(initial=0)) / options.context_parallel_size
+    stay = options.align_chunks or math.isinf(options.max_imbalance)
+    # A hundredth of the excess is left over: `row_cost` is rounded to whole pairs.
+    most = None if stay else int((1 + 0.99 * (options.max_imbalance - 1)) * dearest)
     owner = np.zeros(len(units), dtype=np.int32)
     clean = []
     for group in range(options.groups):
-        first, stop = int(bounds[group]), int(bounds[group + 1])
-        spans = work.prefixes(first, stop)
-        if first == stop:
+        mine = slice(int(bounds[group]), int(bounds[group + 1]))
+        if mine.start == mine.stop:
             continue
-        part_start, part_rank = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int32)
-        if ranks > 1:
-            part_start, part_rank = _zigzag_parts(work, slice(first, stop), spans, 2 * ranks)
-        part_rank = part_rank + np.int32(group * ranks)
-        home = (
-            np.searchsorted(part_start, grid.start[work.unit_block[first:stop]], side="right") - 1
-        )
-        owner[first:stop] = part_rank[home]
-        clean.append(deal(*spans, part_start, part_rank))
+        first = group * options.context_parallel_size
+        of_group, runs = _in_group(work, mine, options.context_parallel_size, most)
+        owner[mine] = of_group + np.int32(first)
+        clean.append(Runs(runs.start, runs.stop, runs.rank + np.int32(first)))
     first_unit = np.flatnonzero(np.diff(owner, prepend=-1))
     corrupted = Runs.of(
         offset[first_unit], offset[np.append(first_unit[1:], len(units))], owner[first_unit]
@@ -121,31 +124,65 @@ def by_unit(work: Work, options: SequenceOptions) -> tuple[NDArray[np.int32], Ru
     return owner, _joined(clean), corrupted
 
 
-def _zigzag_parts(
-    work: Work,
-    mine: slice,
-    spans: tuple[NDArray[np.int64], NDArray[np.int64]],
-    parts: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """(first position, rank in the group) of each part of a group's rows, empty parts left out.
+def _in_group(
+    work: Work, mine: slice, ranks: int, most: int | None
+) -> tuple[NDArray[np.int32], Runs]:
+    """(rank of each unit, clean runs) inside a group of `ranks` ranks, counted from 0.
 
     Args:
         work: see `Work`.
         mine: the group's units.
-        spans: the clean positions that it needs.
-        parts: how many to aim at.
+        ranks: of the group.
+        most: work that a rank should have at most; None: units stay at home.
     """
-    grid, offset = work.grid, work.units.offset
+    grid, block = work.grid, work.unit_block[mine]
+    spans = work.prefixes(mine.start, mine.stop)
     span = np.searchsorted(spans[0], grid.start, side="right") - 1
     needed = (span >= 0) & (grid.start < spans[1][span])
-    weight = np.where(needed, grid.stop - grid.start, 0).astype(np.int64)
-    np.add.at(weight, work.unit_block[mine], np.diff(offset)[mine])
-    blocks = np.flatnonzero(weight)
-    edges = np.append(0, np.cumsum(weight[blocks]))
-    cuts = nearest_cuts(edges, parts)
-    real = cuts[1:] > cuts[:-1]
-    first = blocks[np.searchsorted(edges, cuts[:-1][real])]
-    return grid.start[first].astype(np.int64), zigzag(parts)[real]
+    rows = np.where(needed, grid.stop - grid.start, 0).astype(np.int64)
+    total = np.where(needed, np.diff(work.clean_cost[np.append(grid.start, grid.stop[-1])]), 0)
+    offset = work.units.offset[mine.start : mine.stop + 1]
+    cost = np.diff(work.corrupted_cost[offset])
+    np.add.at(rows, block, np.diff(offset))
+    np.add.at(total, block, cost)
+    best: tuple[int, NDArray[np.int32], Runs] | None = None
+    for weighing in WEIGHINGS:
+        first, rank = chunks(rows, total, ranks, weighing)
+        clean = deal(*spans, grid.start[first].astype(np.int64), rank)
+        owner = rank[np.searchsorted(first, block, side="right") - 1]
+        load = np.zeros(ranks, dtype=np.int64)
+        np.add.at(load, clean.rank, work.clean_cost[clean.stop] - work.clean_cost[clean.start])
+        if most is None:
+            return owner, clean
+        # Moving units cannot help a rank whose clean rows alone are too much: other chunks may.
+        too_much = load.max() > most
+        if too_much and weighing:
+            continue
+        document = np.cumsum(np.diff(work.units.document[mine], prepend=-1) > 0) - 1
+        start = work.units.start[mine].astype(np.int64)
+        movable = Movable(cost, start, document, owner, load, _reach(clean, spans, ranks))
+        owner, worst = moved(movable, most)
+        if best is None or worst < best[0]:
+            best = worst, owner, clean
+        if not too_much:
+            break
+    assert best is not None
+    return best[1], best[2]
+
+
+def _reach(
+    clean: Runs, spans: tuple[NDArray[np.int64], NDArray[np.int64]], ranks: int
+) -> NDArray[np.int64]:
+    """int64[C, K]: how far in each document a rank has clean rows; its start where it has none."""
+    reach = np.tile(spans[0], (ranks, 1))
+    first = np.searchsorted(spans[0], clean.start, side="right") - 1
+    stop = np.searchsorted(spans[0], clean.stop, side="left")
+    run = np.repeat(np.arange(len(first)), stop - first)
+    document = expand(first, stop)
+    np.maximum.at(
+        reach, (clean.rank[run], document), np.minimum(clean.stop[run], spans[1][document])
+    )
+    return reach
 
 
 def _joined(runs: list[Runs]) -> Runs:

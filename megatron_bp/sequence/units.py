@@ -39,6 +39,11 @@ class SequenceOptions:
         copies: corrupted copies of each target block, each a unit.
         window_anchor: where a corrupted row's window counts from: its position, or its block's
             start, the same for all of its rows.
+        max_imbalance: units are moved off the rank of their clean chunk until no rank has more than
+            this many times the mean work of its clean shard group (the dearest, if there are
+            several); infinite: none is moved.
+        align_chunks: mode CP with whole units and chunks of whole blocks, so that only clean rows
+            are sent: placed as CSBP places them if no unit is moved.
     """
 
     block_size: int
@@ -53,6 +58,8 @@ class SequenceOptions:
     alignment: Alignment = "same"
     copies: int = 1
     window_anchor: Anchor = "row"
+    max_imbalance: float = 1.03
+    align_chunks: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes that no plan can be made for."""
@@ -67,6 +74,17 @@ class SequenceOptions:
                 f"1; set --context-parallel-size to 1, to BP or to a divisor of it"
             )
 
+        if not self.max_imbalance >= 1:
+            raise ValueError(
+                f"--max-imbalance {self.max_imbalance}: the worst rank has at least the mean work; "
+                f"set 1 or more, such as 1.03"
+            )
+        if self.align_chunks and bp > 1:
+            raise ValueError(
+                f"BP {bp} with chunks aligned to blocks: they are a form of mode CP, which has "
+                f"BP 1; set --block-parallel-size 1"
+            )
+
     @property
     def slot(self) -> int:
         """Ranks that work on one sequence."""
@@ -79,8 +97,8 @@ class SequenceOptions:
 
     @property
     def splits_units(self) -> bool:
-        """Mode CP: rows are cut by place, and corrupted K/V cross ranks too."""
-        return self.block_parallel_size < self.context_parallel_size
+        """Mode CP, chunks not aligned: rows are cut by place, and corrupted K/V cross ranks."""
+        return self.block_parallel_size < self.context_parallel_size and not self.align_chunks
 
 
 @dataclass(frozen=True)

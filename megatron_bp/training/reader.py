@@ -18,6 +18,7 @@ from megatron_bp.batch.dataset import samples_of
 from megatron_bp.diffusion.corruption import Corruption, corrupt
 from megatron_bp.diffusion.loss import TermScales, row_scale, term_scales
 from megatron_bp.diffusion.objective import Objective
+from megatron_bp.sequence.cache import PlanCache
 from megatron_bp.sequence.packing import Sample, join
 from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
 
@@ -42,7 +43,7 @@ class StepReader:
     def __init__(
         self, sequence: SequenceOptions, objective: Objective, count_rows: bool = False
     ) -> None:
-        self._sequence = sequence
+        self._plans = PlanCache(sequence)
         self._objective = objective
         self._count_rows = count_rows
         # By identity, with the iterator so that it stays itself; a run has a handful.
@@ -85,7 +86,7 @@ class StepReader:
             batch = samples_of(next(iterator))
             samples += [join(batch)] if joined else batch
         assert len(samples) == micro_batches, "arguments/degrees.py refuses such a batch"
-        plans = [make_plan(sample, self._sequence) for sample in samples]
+        plans = [self._plans.plan(sample, make_plan) for sample in samples]
         corruptions = [
             corrupt(sample, plan, self._objective)
             for sample, plan in zip(samples, plans, strict=True)

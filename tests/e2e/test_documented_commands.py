@@ -20,20 +20,28 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/running.md", "docs/testing.md", "docs/verify.md")
 PAGES += ("docs/conversion.md", "docs/sft.md", "docs/benchmarks/sft_answer_rows.md")
+PAGES += tuple(f"docs/benchmarks/{name}.md" for name in ("attention", "step", "exchange"))
+PAGES += ("docs/benchmarks/two_hosts.md",)
 NOT_RUN = {
     "configs/quickstart.yaml --save": "README's own, which is run, is this with another config",
     "configs/conversion": "tests/e2e/test_conversion.py trains and converts as these do",
     "scripts/quickstart.sh": "takes minutes; its steps are those that run here",
     "scripts/quickstart_conversion.sh": "takes minutes; its steps are those that run here",
     "scripts/quickstart_sft.sh": "takes minutes; its steps are those that run here",
-    "scripts/te_environment.sh": "compiles for 15 minutes and more",
+    "scripts/te_environment.sh": "takes minutes, and gigabytes",
     "pytest tests/te": "needs Transformer Engine, which te_environment.sh installs",
     "scripts/test.sh": "is what runs this",
+    "scripts/gpu_checks.sh": "needs a GPU",
     "tools.function_pairs": "tests/unit/test_function_pairs.py runs it on a small tree",
     "tools.prepare --format chats": "tests/unit/test_prepare_docs.py runs it",
     "configs/my_chats.yaml": "tests/unit/test_prepare_docs.py runs it in one process",
     "tools.sft_summary": "tests/e2e/test_sft_quickstart.py runs it",
     "tools.bench sft": "takes minutes; tests/unit/test_bench.py runs it at a small size",
+    "tools.bench attention": "takes minutes; tests/unit/test_bench_attention.py runs it small",
+    "tools.bench step": "takes minutes; tests/unit/test_bench_step.py runs it small",
+    "tools.bench exchange": "needs 4 ranks; tests/unit/test_bench_step.py runs it on 2",
+    "scripts/bench_cpu.sh": "takes most of an hour",
+    "scripts/bench_two_hosts.sh": "needs root; tests/unit/test_two_hosts.py has its parts",
     "srun": "needs SLURM",
     "--nproc-per-node 16": "needs 16 ranks; tests/e2e/test_topologies.py runs such layouts on 4",
     "--seq-length 32768": "takes minutes",
@@ -52,7 +60,8 @@ def commands(page: str) -> list[str]:
     """Command lines of a page: indented blocks, and code in text that starts with a program."""
     text = (ROOT / page).read_text().replace("\\\n", " ")
     lines = re.findall(r"^ {4,}(.*)$", text, re.MULTILINE) + re.findall(r"`([^`]+)`", text)
-    program = re.compile(r"^(?:\w+=\S+ )*(?:bash |\.venv(?:-te)?/bin/|python |torchrun |srun |pkill )")
+    programs = r"(?:bash |\.venv(?:-te)?/bin/|python |torchrun |srun |pkill )"
+    program = re.compile(rf"^(?:\w+=\S+ )*{programs}")
     return [" ".join(line.split("#")[0].split()) for line in lines if program.match(line)]
 
 

@@ -93,6 +93,7 @@ def refusal(rank: int, world: int, flags: list[str]) -> str:
         ("--mask-token-id 7", "--mask-token-id with --objective ar"),
         ("--noise uniform --antithetic", "--antithetic, --noise with --objective ar"),
         ("--diffusion-block-size 4", "there are no corrupted rows"),
+        ("--max-imbalance 1.1", "--max-imbalance with --objective ar"),
         ("--eval-draws 2", "--eval-draws with --objective ar"),
         ("--chats --answer-fill eos", "--answer-fill with --objective ar"),
         ("--attention-kernel tiled", "--attention-kernel with"),

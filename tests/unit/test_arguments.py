@@ -366,7 +366,8 @@ def test_every_flag_of_the_objective_reaches_it() -> None:
         "--loss-weighting inverse_p --diffusion-loss-weight 0.3 --ar-loss-weight 0.7 "
         "--clean-relation token --never-corrupt-ids 3 4 --alignment next --scored-tokens all "
         "--loss-count joint --ar-scored-tokens all --self-conditioning 0.5 --corrupted-copies 3 "
-        "--block-grid response --response-end refuse --window-anchor block"
+        "--block-grid response --response-end refuse --window-anchor block "
+        "--max-imbalance 1.25"
     )
     assert run_ranks(1, settings_on_rank, flags.split())[0] == (
         {
@@ -403,6 +404,8 @@ def test_every_flag_of_the_objective_reaches_it() -> None:
             "alignment": "next",
             "copies": 3,
             "window_anchor": "block",
+            "max_imbalance": 1.25,
+            "align_chunks": False,
         },
     )
 
@@ -520,6 +523,8 @@ REFUSED = [
     ("--ar-loss-weight 0.5", "--ar-loss-weight 0.5 with --clean-relation block"),
     ("--ar-loss-weight 1 --clean-relation block", "use --clean-relation token"),
     ("--eval-draws 0", "--eval-draws 0: must be at least 1"),
+    ("--max-imbalance 0.9", "--max-imbalance 0.9: must be at least 1"),
+    ("--max-imbalance inf", "--max-imbalance inf: must be a finite number"),
     ("--valid-data-path no/such", "--data-path and --valid-data-path: each says where all"),
     ("--per-split-data-args-path no.json", "--data-path and --per-split-data-args-path"),
     ("--seed 0", "--seed 0: must be at least 1 and below 2^32"),

@@ -70,3 +70,27 @@ def small(rank: int, world: int, file: str) -> tuple[str, dict]:
 def test_sizes_that_no_row_can_have(wrong: str) -> None:
     with pytest.raises(SystemExit, match=f"error: {wrong}: "):
         main(["sft", *wrong.split()])
+
+
+def test_a_table_goes_to_its_place_on_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And is replaced by the next; the flags that say where results go are left out."""
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- small -->\nold\n<!-- end of small -->\nafter\n")
+    command = "sft --prompt 6 --answer 4 --block 4 --repeats 0"
+    for _ in range(2):
+        main(
+            [*command.split(), "--page", str(page), "small", "--json", str(tmp_path / "told.json")]
+        )
+    text = page.read_text()
+    assert text.startswith(
+        "before\n<!-- small -->\n    .venv/bin/python -m megatron_bp.tools.bench"
+    )
+    assert f"bench {command}\n" in text
+    assert "old" not in text
+    assert text.count("| visible pairs | 68 | 116 | 1.71 |\n<!-- end of small -->\nafter\n") == 1
+    with pytest.raises(SystemExit, match="large: it has no lines <!-- large -->"):
+        main([*command.split(), "--page", str(page), "large"])
+    with pytest.raises(SystemExit, match="No such file or directory; give a page that is there"):
+        main([*command.split(), "--page", str(tmp_path / "none.md"), "small"])

@@ -4,7 +4,7 @@ import dense_flash
 import numpy as np
 import pytest
 import torch
-from intervals import dense, planned_intervals, random_intervals, seeing
+from planned import dense, planned_intervals, random_intervals, seeing
 
 from megatron_bp.attention.kernels import flash, flash_ops, varlen
 from megatron_bp.attention.kernels.cut import cut
@@ -59,9 +59,18 @@ def off(kernel: Flash, lo: np.ndarray, hi: np.ndarray, spare: int = 0) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("aten")
-def test_the_self_test_passes(dtype: torch.dtype) -> None:
+def test_the_self_test_passes(
+    dtype: torch.dtype, aten: dense_flash.Aten, four: dense_flash.Four
+) -> None:
+    """And it has calls of every kind."""
     self_test(Flash(), CPU, dtype, 32, heads=4, key_heads=2)
+    assert {(call["causal"], len(call["rows"]) > 2) for call in aten.calls} >= {
+        (True, True),
+        (False, True),
+    }
+    self_test(make_flash("flash4"), CPU, dtype, 32, heads=4, key_heads=2)
+    causal, rectangles, lagging = (True, None, None), (False, None, None), (False, None, -16)
+    assert set(four.windows) == {causal, rectangles, lagging}
 
 
 @pytest.mark.usefixtures("aten", "small")
@@ -184,6 +193,15 @@ def test_documents_lag_in_one_call_without_copies(four: dense_flash.Four) -> Non
     assert set(four.windows) >= {(False, None, -8), (True, None, None)}
 
 
+def test_a_row_is_in_no_call_twice_because_of_a_lag() -> None:
+    pieces = Pieces((), (Trapezoid(0, 10, 0, 10), Trapezoid(5, 15, 18, 28)), ())
+    calls, _ = make_calls(pieces, 40, windows=True)
+    assert [(call.lag, call.rows) for call in calls] == [(0, slice(0, 10)), (0, slice(5, 15))]
+    apart = Pieces((), (Trapezoid(0, 10, 0, 10), Trapezoid(12, 22, 18, 28)), ())
+    (call,), _ = make_calls(apart, 36, windows=True)
+    assert (call.lag, call.keys) == (8, slice(0, 36))
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("seed", range(12))
 def test_four_on_random_intervals(seed: int, four: dense_flash.Four) -> None:
@@ -192,18 +210,27 @@ def test_four_on_random_intervals(seed: int, four: dense_flash.Four) -> None:
     assert four.windows
 
 
-def test_torch_is_told_which_flash_attention_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", told.append)
-    assert make_flash("flash_fa3") == Flash("flash_fa3", flash_ops.ATEN)
-    assert make_flash("flash_fa4").name == "flash_fa4"
-    assert make_flash("flash") == Flash()
-    assert told == ["FA3", "FA4"]
+def test_torch_is_told_which_flash_attention_answers(
+    monkeypatch: pytest.MonkeyPatch, aten: dense_flash.Aten
+) -> None:
+    """Before every call, so that kernels of one process do not compute each other's attention."""
+    active: list[str | None] = [None]
+    module = torch.nn.attention
+    monkeypatch.setattr(module, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(module, "restore_flash_attention_impl", lambda: active.append(None))
+    monkeypatch.setattr(module, "current_flash_attention_impl", lambda: active[-1])
+    kernels = [make_flash(name) for name in ("flash_fa3", "flash", "flash_fa4", "flash_fa4")]
+    assert [kernel.name for kernel in kernels[:3]] == ["flash_fa3", "flash", "flash_fa4"]
+    assert kernels[1] == Flash()
+    for kernel in kernels:
+        self_test(kernel, CPU, torch.float64, 8, heads=1, key_heads=1)
+    assert active == [None, "FA3", None, "FA4"]
 
 
 def test_torch_that_cannot_says_the_way_out() -> None:
-    with pytest.raises(RuntimeError, match=r"cannot use FA3 .*; use --attention-kernel flash$"):
-        make_flash("flash_fa3")
+    says = r"flash_fa3 failed its self-test .*cannot use FA3 .*; use --attention-kernel flash;"
+    with pytest.raises(RuntimeError, match=says):
+        self_test(make_flash("flash_fa3"), CPU, torch.float64, 8, heads=1, key_heads=1)
 
 
 def test_the_operators_have_the_signatures_that_are_called() -> None:

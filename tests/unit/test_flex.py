@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from intervals import dense, planned_intervals, random_intervals
+from planned import dense, planned_intervals, random_intervals
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from megatron_bp.attention.kernels import flex

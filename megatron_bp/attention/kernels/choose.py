@@ -13,7 +13,7 @@ from megatron_bp.attention.kernels.tiled import Tiled
 
 FLAG = "--attention-kernel"
 NAMES = ("auto", "tiled", "sdpa", "flash", "flash_fa3", "flash_fa4", "flash4", "flex", "flex_flash")
-"""Values of --attention-kernel. flash: torch's FlashAttention ops, as they are (FlashAttention-2).
+"""Values of --attention-kernel. flash: torch's FlashAttention ops and its own FlashAttention-2.
 flash_fa3, flash_fa4: the same ops, which torch is first told to answer with FA3 or FA4. flash4:
 FA4's own functions, with its negative right window. flex: FlexAttention in Triton; flex_flash: in
 FA4."""

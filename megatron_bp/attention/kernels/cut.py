@@ -22,7 +22,8 @@ def cut(lo: NDArray[Any], hi: NDArray[Any], limits: Limits | None = None) -> Pie
         return Pieces((), (), ())
     wide_lo, wide_hi = lo.astype(np.int64), hi.astype(np.int64)
     assert bool((wide_hi > wide_lo).all()), "a row without keys"
-    rest = Rows(np.arange(len(lo), dtype=np.int64), wide_lo, wide_hi)
+    row = np.arange(len(lo), dtype=np.int64)
+    rest = Rows(row, wide_lo, wide_hi, np.zeros_like(row))
     rectangles, rest = _steps(rest, limits)
     trapezoids, rest = _staircases(rest, limits)
     layers = [rest]
@@ -38,7 +39,7 @@ def cut(lo: NDArray[Any], hi: NDArray[Any], limits: Limits | None = None) -> Pie
 def _steps(rows: Rows, limits: Limits) -> tuple[list[Rectangle], Rows]:
     """Many rows that see the same keys: rectangles, and the other rows."""
     first, size = runs(rows.changes(0))
-    row, lo, hi = (x[first] for x in rows)
+    row, lo, hi, _ = (x[first] for x in rows)
     keys = hi - lo
     worth = (size >= limits.step_rows) & (keys >= limits.rectangle_keys)
     worth &= size * keys >= limits.rectangle_pairs
@@ -60,7 +61,7 @@ def _staircases(rows: Rows, limits: Limits) -> tuple[list[Trapezoid], Rows]:
     first, size = runs(rows.changes(0))
     if len(first) == 0:
         return [], rows
-    row, lo, hi = (x[first] for x in rows)
+    row, lo, hi, _ = (x[first] for x in rows)
     rise = np.diff(hi)
     joins = (np.diff(lo) == 0) & (row[1:] == (row + size)[:-1])
     joins &= (rise == size[1:]) | (rise == size[:-1])
@@ -83,7 +84,9 @@ def _staircases(rows: Rows, limits: Limits) -> tuple[list[Trapezoid], Rows]:
     left = np.where(np.repeat(worth, entries), np.maximum(rows.lo, covered), rows.lo)
     # A row of which nothing is left stays where it holds two others together.
     some = np.pad(rows.hi > left, 1)
-    return found, rows._replace(lo=left).keep(some[1:-1] | (some[:-2] & some[2:]))
+    number = np.repeat(np.where(worth, np.arange(1, len(stair) + 1), 0), entries)
+    left_over = rows._replace(lo=left, stair=number)
+    return found, left_over.keep(some[1:-1] | (some[:-2] & some[2:]))
 
 
 def _chunks(layers: list[Rows], size: int, limits: Limits) -> tuple[list[Rows], list[Rectangle]]:
@@ -129,7 +132,7 @@ def _joined(layers: list[Rows], num_rows: int) -> list[Rows]:
             members.append([rows])
     joined = []
     for member in members:
-        row, lo, hi = (np.concatenate(x) for x in zip(*member, strict=True))
-        order = np.argsort(row)
-        joined.append(Rows(row[order], lo[order], hi[order]))
+        together = Rows(*(np.concatenate(x) for x in zip(*member, strict=True)))
+        order = np.argsort(together.row)
+        joined.append(Rows(*(x[order] for x in together)))
     return joined

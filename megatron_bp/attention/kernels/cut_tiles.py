@@ -13,19 +13,20 @@ Integers = NDArray[np.int64]
 
 
 class Rows(NamedTuple):
-    """Rows in ascending order, none twice, and the keys [lo, hi) of each."""
+    """Rows in ascending order, none twice, the keys [lo, hi) of each, and of which stair it is."""
 
     row: Integers
     lo: Integers
     hi: Integers
+    stair: Integers
 
     def keep(self, chosen: NDArray[np.bool_]) -> "Rows":
-        return Rows(self.row[chosen], self.lo[chosen], self.hi[chosen])
+        return Rows(*(x[chosen] for x in self))
 
     def changes(self, most: int) -> NDArray[np.bool_]:
-        """bool[n]: where rows are not consecutive, or lo or hi changes by more than `most`."""
+        """bool[n]: where rows do not go on, or lo or hi changes by more than `most`."""
         change = np.ones(len(self.row), dtype=np.bool_)
-        change[1:] = np.diff(self.row) != 1
+        change[1:] = (np.diff(self.row) != 1) | (np.diff(self.stair) != 0)
         for bound in (self.lo, self.hi):
             change[1:] |= np.abs(np.diff(bound)) > most
         return change

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bp.attention.kernels.cut import cut
-from megatron_bp.attention.kernels.flash_ops import ATEN, FOUR, Operations, Segments, activate
+from megatron_bp.attention.kernels.flash_ops import ATEN, FOUR, Operations, Segments, aten
 from megatron_bp.attention.kernels.pieces import Limits
 from megatron_bp.attention.kernels.products import Products
 from megatron_bp.attention.kernels.tiles import TileBatch, to_device
@@ -27,7 +27,7 @@ from megatron_bp.attention.merge import merge_into
 
 # A GPU has room for larger batches than a CPU's caches, and pays more for each call: staircases are
 # trapezoids up to large blocks, and batches of tiles are few.
-LIMITS = Limits(trapezoid_rows=256, step_rows=1024, batch_pairs=1 << 20)
+LIMITS = Limits(step_rows=1024, batch_pairs=1 << 20)
 
 
 class DeviceCall(NamedTuple):
@@ -147,9 +147,9 @@ def _add(total: Tensor, places: slice | Tensor, share: Tensor) -> None:
 
 
 def make_flash(name: str) -> Flash:
-    """The Flash of this name (see choose.NAMES). It may change what torch's own ops do."""
+    """The Flash of this name, see choose.NAMES."""
     if name == "flash4":
         return Flash(name, FOUR)
-    if name in ("flash_fa3", "flash_fa4"):
-        activate(name.removeprefix("flash_").upper())
-    return Flash(name)
+    if name == "flash":
+        return Flash()
+    return Flash(name, aten(name.removeprefix("flash_").upper()))

@@ -6,11 +6,13 @@ A call has segments of rows and keys (see `varlen`). Log-sum-exp is [Q, m], natu
 # Shapes: N segments, m rows and c keys of a call, Q query heads, H key heads, D head dimension.
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 
 
 class Segments(NamedTuple):
@@ -36,18 +38,22 @@ class Operations(NamedTuple):
     windows: bool
 
 
-def activate(implementation: str) -> None:
-    """Have torch's operators answered by "FA3" or "FA4" from now on, in this process.
+def use(implementation: str | None) -> None:
+    """Have torch's operators answered by "FA3" or "FA4", or by its own, if they are not already.
+
+    It holds for the whole process, until the next call.
 
     Raises:
         RuntimeError: torch cannot: the package is missing or does not fit.
     """
-    from torch.nn import attention
-
-    if attention.current_flash_attention_impl() == implementation:
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    if current == implementation:
         return
     try:
-        attention.activate_flash_attention_impl(implementation)
+        if implementation is None:
+            attention.restore_flash_attention_impl()
+        else:
+            attention.activate_flash_attention_impl(implementation)
     except Exception as error:
         raise RuntimeError(
             f"torch {torch.__version__} cannot use {implementation} for its FlashAttention "
@@ -66,8 +72,14 @@ def _most_rows(segments: Segments) -> int:
 
 
 def _forward_aten(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+    implementation: str | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
+    use(implementation)
     assert segments.lag == 0  # a negative right window means no limit to FlashAttention-2 and -3
     out, lse, *_ = _aten_forward(
         q,
@@ -86,6 +98,7 @@ def _forward_aten(
 
 
 def _backward_aten(
+    implementation: str | None,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -95,6 +108,7 @@ def _backward_aten(
     segments: Segments,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    use(implementation)
     assert segments.lag == 0
     dq, dk, dv = _aten_backward(
         dout,
@@ -173,5 +187,11 @@ def _backward_four(
     return dq, dk, dv
 
 
-ATEN = Operations(_forward_aten, _backward_aten, windows=False)
+def aten(implementation: str | None = None) -> Operations:
+    """Torch's operators, answered by `implementation`; None: by torch's own FlashAttention-2."""
+    forward = partial(_forward_aten, implementation)
+    return Operations(forward, partial(_backward_aten, implementation), windows=False)
+
+
+ATEN = aten()
 FOUR = Operations(_forward_four, _backward_four, windows=True)

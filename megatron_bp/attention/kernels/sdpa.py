@@ -6,7 +6,7 @@ a square triangle. Calls without rows or keys would end the process; pieces have
 
 # Shapes: n rows, K keys, Q query heads, H key heads, D head dimension, T tiles of t rows x W keys.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bp.attention.kernels.cut import cut
-from megatron_bp.attention.kernels.pieces import Pieces
+from megatron_bp.attention.kernels.pieces import Limits, Pieces
 from megatron_bp.attention.kernels.tiles import TileBatch, to_device
 from megatron_bp.attention.merge import merge_into
 
@@ -106,6 +106,7 @@ class FlashOnCpu:
 class Sdpa:
     """The kernel; see contract.Kernel."""
 
+    limits: Limits = field(default_factory=Limits)
     name: str = "sdpa"
 
     def prepare(self, lo: NDArray[np.int32], hi: NDArray[np.int32], device: torch.device) -> Calls:
@@ -119,7 +120,7 @@ class Sdpa:
                 f"--attention-kernel sdpa on device {device}: it is PyTorch's kernel for CPUs "
                 f"alone; use auto, flash, flex or tiled"
             )
-        return calls_of(cut(lo, hi), device)
+        return calls_of(cut(lo, hi, self.limits), device)
 
     def forward(
         self,

@@ -64,11 +64,11 @@ class Spans:
     def take(self, x: Tensor) -> Tensor:
         """[n, ...] as [T, size, ...]: a view where spans are evenly spaced."""
         if not self.step:
-            return x.index_select(0, self.index).unflatten(0, (-1, self.size))
+            taken = x.index_select(0, self.index)
+            return taken.view(-1, self.size, *x.shape[1:])
         number = len(self.index) // self.size
         stop = self.first + (number - 1) * self.step + self.size
-        spans: Tensor = x[self.first : stop].unfold(0, self.size, self.step).movedim(-1, 1)
-        return spans
+        return x[self.first : stop].unfold(0, self.size, self.step).movedim(-1, 1)
 
     def add(self, x: Tensor, shares: Tensor) -> None:
         """Add shares [T, size, ...] to x [n, ...], in place; spans may overlap."""

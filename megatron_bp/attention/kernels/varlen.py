@@ -142,13 +142,13 @@ def _offsets(size: Integers) -> NDArray[np.int32]:
 def _lagging(trapezoids: Integers, num_keys: int) -> tuple[list[Call], Integers]:
     """Calls in which the keys between trapezoids stay, hidden by a lag; and other trapezoids.
 
-    Corrupted rows of packed documents: the trapezoids' rows follow each other, and between their
-    keys stands the last block of each document. With it every segment has `lag` keys more.
+    Corrupted rows of packed documents: between the keys of their trapezoids stands the last block
+    of each document. With it every segment has `lag` keys more, and keys are one slice.
     """
     trapezoids = trapezoids[np.argsort(trapezoids[:, 0], kind="stable")]
     row_lo, row_hi, key_lo, key_hi = trapezoids.T
     gap = np.append(key_lo[1:] - key_hi[:-1], 0)
-    follows = np.append(row_lo[1:] == row_hi[:-1], False) & (gap > 0)
+    follows = np.append(row_lo[1:] >= row_hi[:-1], False) & (gap > 0)
     calls: list[Call] = []
     other = np.ones(len(trapezoids), dtype=np.bool_)
     first = 0

@@ -7,8 +7,26 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 PROCESS = Path("/proc/self")
+
+
+class Cost(NamedTuple):
+    """What a call took.
+
+    Attributes:
+        seconds: of wall time, the device's work included.
+        cpu_seconds: of processor time of this process, all threads.
+        peak_bytes: by which the peak exceeded what was held before; None if it cannot be told. On
+            the CPU of the process's resident set, on CUDA of the memory that torch allocated.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int | None
 
 
 def processor() -> str:
@@ -21,23 +39,47 @@ def processor() -> str:
     return f"{told[1] if told else name}, {os.cpu_count()} cores"
 
 
-def measure(call: Callable[[], object]) -> tuple[float, int | None]:
-    """(seconds, bytes by which the process's peak exceeded what it held before) of a call.
+def name_of(device: torch.device) -> str:
+    """The name of what a benchmark runs on."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return processor()
 
-    The peak is the resident set's, which Linux lets a process reset; None where it does not. Freed
-    memory is given back first, so that what an earlier call left does not hide this one's need.
+
+def cost(call: Callable[[], object], device: torch.device | None = None) -> Cost:
+    """What a call takes; its work on `device` (None: the CPU) is waited for.
+
+    The peak of the resident set is one that Linux lets a process reset. Freed memory is given back
+    first, so that what an earlier call left does not hide this one's need.
     """
+    on_cuda = device is not None and device.type == "cuda"
     before = None
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-        (PROCESS / "clear_refs").write_text("5")
-        before = _of_status("VmRSS")
-    except (OSError, AttributeError):
-        pass
-    begin = time.perf_counter()
+    if on_cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    else:
+        try:
+            ctypes.CDLL(None).malloc_trim(0)
+            (PROCESS / "clear_refs").write_text("5")
+            before = _of_status("VmRSS")
+        except (OSError, AttributeError):
+            pass
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     call()
-    seconds = time.perf_counter() - begin
-    return seconds, None if before is None else _of_status("VmHWM") - before
+    if on_cuda:
+        torch.cuda.synchronize(device)
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
+    if before is None:
+        return Cost(seconds, cpu_seconds, None)
+    peak = torch.cuda.max_memory_allocated(device) if on_cuda else _of_status("VmHWM")
+    return Cost(seconds, cpu_seconds, peak - before)
+
+
+def measure(call: Callable[[], object]) -> tuple[float, int | None]:
+    """(seconds, peak bytes) of a call on the CPU; see `Cost`."""
+    taken = cost(call)
+    return taken.seconds, taken.peak_bytes
 
 
 def _of_status(name: str) -> int:

@@ -1,8 +1,10 @@
-"""A small model on this process alone, and one packed row through its forward and backward."""
+"""A small model, on this process alone or shared by ranks, and one row through it and back."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,40 +23,72 @@ MASK = VOCABULARY - 1
 ATTENTION = AttentionOptions(Tiled())
 
 
+@dataclass(frozen=True)
+class Done:
+    """Of a step: the mean loss of its scored rows, and the bytes that attention sent."""
+
+    loss: float
+    bytes_sent: int
+
+
 @contextmanager
 def one_process(threads: int) -> Iterator[None]:
     """Megatron's parallel state of a single rank, on the CPU, with so many threads."""
+    with tempfile.TemporaryDirectory() as folder, one_of_ranks(0, 1, folder, threads):
+        yield
+
+
+@contextmanager
+def one_of_ranks(rank: int, ranks: int, folder: str, threads: int) -> Iterator[None]:
+    """Megatron's parallel state of one of the ranks of a slot, which meet in `folder`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     cpu.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
-        )
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
 
 
-def build(layers: int, heads: int, head_dim: int) -> Any:
-    """A SwiGLU model with rotary positions, float32, `VOCABULARY` ids."""
+def build(
+    layers: int,
+    heads: int,
+    head_dim: int,
+    key_heads: int | None = None,
+    hidden: int | None = None,
+    mode: tuple[int, int] | None = (1, 1),
+) -> Any:
+    """A SwiGLU model with rotary positions, float32, `VOCABULARY` ids, random weights.
+
+    Args:
+        layers: how many.
+        heads: query heads.
+        head_dim: of all heads.
+        key_heads: None for as many as query heads.
+        hidden: hidden size; None for heads x head_dim.
+        mode: degrees (BP, CP); None for Megatron's own autoregressive model, with torch's causal
+            attention at its core.
+    """
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_bp.model.config import BDLMModelBuilder, BDLMModelConfig
-
-    hidden = heads * head_dim
+    hidden = hidden or heads * head_dim
     transformer = TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
+        num_query_groups=key_heads or heads,
+        context_parallel_size=1 if mode is None else max(mode),
         kv_channels=head_dim,
         ffn_hidden_size=3 * hidden,
         normalization="RMSNorm",
@@ -71,14 +105,27 @@ def build(layers: int, heads: int, head_dim: int) -> Any:
         transformer_impl="local",
         calculate_per_token_loss=True,
     )
-    config = BDLMModelConfig(
-        transformer=transformer,
-        vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=1,
-        should_pad_vocab=True,
-        position_embedding_type="rope",
-    )
-    (model,) = BDLMModelBuilder(config).build_distributed_models(
+    settings: dict[str, Any] = {
+        "transformer": transformer,
+        "vocab_size": VOCABULARY,
+        "make_vocab_size_divisible_by": 1,
+        "should_pad_vocab": True,
+        "position_embedding_type": "rope",
+    }
+    builder: Any
+    if mode is None:
+        from megatron_bp.tools.bench import autoregressive
+
+        builder = autoregressive.builder(settings)
+    else:
+        from megatron_bp.model.config import BDLMModelBuilder, BDLMModelConfig
+        from megatron_bp.parallel import state
+
+        state.initialize_block_parallel(*mode)
+        builder = BDLMModelBuilder(
+            BDLMModelConfig(**settings, block_parallel_size=mode[0], clean_shard_size=mode[1])
+        )
+    (model,) = builder.build_distributed_models(
         ProcessGroupCollection.use_mpu_process_groups(),
         DistributedDataParallelConfig(),
         wrap_with_ddp=False,
@@ -88,8 +135,10 @@ def build(layers: int, heads: int, head_dim: int) -> Any:
     return model
 
 
-def step(model: Any, sample: Sample, plan: SequencePlan) -> float:
-    """One forward and backward of the row, gradients thrown away; the mean loss."""
+def step(
+    model: Any, sample: Sample, plan: SequencePlan, attention: AttentionOptions = ATTENTION
+) -> Done:
+    """One forward and backward of the row, gradients thrown away."""
     from megatron_bp.training.reader import MicroBatch
     from megatron_bp.training.step import run_model
 
@@ -98,7 +147,8 @@ def step(model: Any, sample: Sample, plan: SequencePlan) -> float:
     counts = [term.count for term in corruption.terms]
     scales = term_scales(counts, [1.0] * len(counts), [False] * len(counts))
     micro = MicroBatch(sample, plan, corruption, scales, None)
-    output = run_model(micro, objective, ATTENTION, model).output
-    output.backward()
+    forward = run_model(micro, objective, attention, model)
+    forward.output.backward()
     model.zero_grad(set_to_none=True)
-    return output.item() / max(1, counts[0])
+    loss = forward.output.item() / max(1, counts[0])
+    return Done(loss, forward.layout.traffic.bytes_sent)
