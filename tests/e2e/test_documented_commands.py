@@ -28,7 +28,7 @@ NOT_RUN = {
     "scripts/quickstart.sh": "takes minutes; its steps are those that run here",
     "scripts/quickstart_conversion.sh": "takes minutes; its steps are those that run here",
     "scripts/quickstart_sft.sh": "takes minutes; its steps are those that run here",
-    "scripts/te_environment.sh": "compiles for 15 minutes and more",
+    "scripts/te_environment.sh": "takes minutes, and gigabytes",
     "pytest tests/te": "needs Transformer Engine, which te_environment.sh installs",
     "scripts/test.sh": "is what runs this",
     "scripts/gpu_checks.sh": "needs a GPU",
@@ -60,9 +60,8 @@ def commands(page: str) -> list[str]:
     """Command lines of a page: indented blocks, and code in text that starts with a program."""
     text = (ROOT / page).read_text().replace("\\\n", " ")
     lines = re.findall(r"^ {4,}(.*)$", text, re.MULTILINE) + re.findall(r"`([^`]+)`", text)
-    program = re.compile(
-        r"^(?:\w+=\S+ )*(?:bash |\.venv(?:-te)?/bin/|python |torchrun |srun |pkill )"
-    )
+    programs = r"(?:bash |\.venv(?:-te)?/bin/|python |torchrun |srun |pkill )"
+    program = re.compile(rf"^(?:\w+=\S+ )*{programs}")
     return [" ".join(line.split("#")[0].split()) for line in lines if program.match(line)]
 
 
