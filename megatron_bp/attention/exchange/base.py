@@ -43,7 +43,7 @@ class Return(Protocol):
         ...
 
     def collect(self, dkv_S2HD: Tensor) -> None:
-        """Add what other ranks owe this rank's rows, once all is there, in the order of ranks."""
+        """Add what other ranks owe this rank's rows, once all is there."""
         ...
 
 
