@@ -325,6 +325,7 @@ def test_a_page_keeps_its_text(tmp_path: Path) -> None:
     assert told.endswith(f"{END}\ntail\n")
     assert told.count("a machine; 4 ranks") == 1
     assert "stale" not in told
+    assert "![validation bound against training time](page.svg)" in told
     page.write_text("no marks")
     with pytest.raises(SystemExit, match=r"page: error: the page needs one line <!-- result -->"):
         fill_page([str(file), str(page)])

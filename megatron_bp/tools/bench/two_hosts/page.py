@@ -13,6 +13,8 @@ from megatron_bp.tools.bench.two_hosts.table import lines
 
 BEGIN, END = "<!-- result -->", "<!-- end of result -->"
 
+PICTURE = "![validation bound against training time]({file})"
+
 
 def fill(page: str, told: Sequence[str]) -> str:
     """The page with these lines between its marks.
@@ -34,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("page", type=Path)
     options = parser.parse_args(argv)
     try:
-        told = lines(json.loads(options.result.read_text(encoding="utf-8")))
-        page = options.page
+        result, page = json.loads(options.result.read_text(encoding="utf-8")), options.page
+        told = lines(result)
+        if result["curve"] and result["curve"]["forms"]:
+            told += ["", PICTURE.format(file=page.with_suffix(".svg").name)]
         before = page.read_text(encoding="utf-8") if page.exists() else f"{BEGIN}\n{END}\n"
         page.write_text(fill(before, told), encoding="utf-8")
     except (OSError, ValueError) as error:
