@@ -82,15 +82,15 @@ def step_on_rank(rank: int, world: int, slot: int, ar: bool) -> tuple[Step, dict
         number = micro * data + rank // slot
         metrics.begin()
         batch, head = batch_of(list(SAMPLES[number][rank % slot :: slot]), ar)
-        exchange = SimpleNamespace(bytes_sent=0)
+        traffic = SimpleNamespace(bytes_sent=0)
         metrics.add(
             measure(batch, head),
             batch,
             cost=COSTS[rank][micro],
-            exchange=exchange,  # type: ignore[arg-type]
+            traffic=traffic,  # type: ignore[arg-type]
             bytes_of_text=BYTES[number] if rank % slot == 0 else 0.0,
         )
-        exchange.bytes_sent = 1000 + rank  # in the backward, after `add`
+        traffic.bytes_sent = 1000 + rank  # in the backward, after `add`
     step = metrics.finish(dist.group.WORLD, slot)
     assert step is not None
     assert metrics.finish(dist.group.WORLD, slot) is None
@@ -174,8 +174,8 @@ def memory_on_rank(rank: int, world: int) -> Step | None:
     metrics = Metrics()
     metrics.begin()
     batch, head = batch_of([Row()], ar=False)
-    exchange = SimpleNamespace(bytes_sent=0)
-    metrics.add(measure(batch, head), batch, 1, exchange, 1.0)  # type: ignore[arg-type]
+    traffic = SimpleNamespace(bytes_sent=0)
+    metrics.add(measure(batch, head), batch, 1, traffic, 1.0)  # type: ignore[arg-type]
     with mock.patch.object(torch.cuda, "max_memory_allocated", return_value=100 + rank):
         return metrics.finish(dist.group.WORLD, 1)
 
@@ -223,8 +223,8 @@ def empty_on_rank(rank: int, world: int) -> Step | None:
     metrics = Metrics()
     metrics.begin()
     batch, head = batch_of([Row()], ar=True)
-    exchange = SimpleNamespace(bytes_sent=0)
-    metrics.add(measure(batch, head), batch, 0, exchange, math.nan)  # type: ignore[arg-type]
+    traffic = SimpleNamespace(bytes_sent=0)
+    metrics.add(measure(batch, head), batch, 0, traffic, math.nan)  # type: ignore[arg-type]
     return metrics.finish(dist.group.WORLD, 1)
 
 
@@ -244,8 +244,8 @@ def drop_on_rank(rank: int, world: int) -> Step | None:
     for keep in (False, True):
         metrics.begin()
         batch, head = batch_of(list(SAMPLES[0 if keep else 1]), ar=False)
-        exchange = SimpleNamespace(bytes_sent=0)
-        metrics.add(measure(batch, head), batch, 1, exchange, 1.0)  # type: ignore[arg-type]
+        traffic = SimpleNamespace(bytes_sent=0)
+        metrics.add(measure(batch, head), batch, 1, traffic, 1.0)  # type: ignore[arg-type]
         if not keep:
             metrics.drop()
     return metrics.finish(dist.group.WORLD, 1)

@@ -68,6 +68,7 @@ def recipe_on_rank(rank: int, world: int, preset: str) -> tuple[Objective, Seque
     args = full_parser().parse_args(given + preset_flags(preset, given))
     args.bdlm_clean_shard_size, args.bdlm_vocabulary = 1, 99
     args.kv_channels, args.ffn_hidden_size = 8, 64
+    args.params_dtype = torch.float32
     settings = arguments.settings(args)
     return settings.objective, settings.sequence
 
