@@ -32,14 +32,14 @@ class Chunk:
     Attributes:
         start, stop: see above; the same for all ranks.
         order: int64[K] on the device: places in [R * C] of the others' rows as they stand in
-            `held`.
+            `held`; a slice where they stand there like that, and nothing has to be copied.
         held: those rows.
         sizes: rows of each rank.
     """
 
     start: int
     stop: int
-    order: Tensor
+    order: Tensor | slice
     held: Held
     sizes: tuple[int, ...]
 
@@ -95,10 +95,11 @@ def _chunk(
     order = np.concatenate(
         [np.concatenate(clean_at)[by_position], np.concatenate(corrupted_at)[by_place]]
     )
+    in_place = len(order) > 0 and bool((np.diff(order) == 1).all())
     return Chunk(
         start,
         stop,
-        torch.from_numpy(order).to(device),
+        slice(order[0], order[-1] + 1) if in_place else torch.from_numpy(order).to(device),
         Held(positions[by_position], places[by_place]),
         tuple(min(max(shard.num_sent - start, 0), stop - start) for shard in shards),
     )
