@@ -9,10 +9,11 @@ import torch
 from cases import Case, sample_of
 from ranks import run_ranks
 from traffic import Sent, clean_shard, recording
-from whole import LLAMA, Shape, step_on_rank
+from whole import LLAMA, Shape, settings_of, step_on_rank
 
 from megatron_bp.attention import layout
 from megatron_bp.attention.exchange.choose import ExchangeOptions
+from megatron_bp.attention.exchange.count import over_heads, sending
 from megatron_bp.attention.kernels.tiled import Tiled
 from megatron_bp.attention.layout import AttentionOptions
 from megatron_bp.sequence.plan import SequenceOptions, make_plan
@@ -69,6 +70,79 @@ def test_a_step_sends_what_the_design_says(
         # the gradients once (padded to Megatron's bucket), and the integer count
         reduced = sum(s.bytes for s in rest) // (world - 1)
         assert parameters <= reduced <= parameters + 4096
+
+
+# Other forms. Of 24 tokens in blocks of 4 rank 0 has clean rows 0 to 3 and 16 to 19 and units 0, 4
+# and 5, rank 1 the rest; a row is 128 B in each of 2 layers, 256 B a pass.
+#
+# needed_rows: rank 0 sees rows 4 to 15 of rank 1, rank 1 rows 0 to 3 of rank 0. K/V twice, their
+#     gradients back once: (2 x 4 + 12) x 256 = 5,120 B from rank 0, from rank 1 (2 x 12 + 4) x 256
+#     = 7,168 B.
+# The same with a window of 5: row 16 sees 12 to 15, row 4 sees 0 to 3, and nobody further back:
+#     (2 x 4 + 4) x 256 = 3,072 B from each.
+# needed_rows, four documents of 16 in blocks of 4, 4 ranks: blocks of 8, 8, 8 and 4 rows each, 112
+#     in all, 14 a part, cut at the edges next to them: after 2 blocks each. Two ranks share a
+#     document; the one that has its end sees the 8 rows of its beginning, and has 8 rows that begin
+#     another: (2 x 8 + 8) x 256 = 6,144 B from each.
+# ring: shards of 8 and 12 rows, the other's gradients: (2 x 8 + 12) x 256 = 7,168 B from rank 0,
+#     (2 x 12 + 8) x 256 = 8,192 B from rank 1.
+# p2p: 22 rows each, as all_gather on 2 ranks: 3 x 22 x 256 = 16,896 B.
+# a2a: 22 rows to one other rank with 2 query heads, 1 key head and 1 value head of 8 each, and the
+#     output of the other's 22 rows back, 2 heads: 22 x (4 + 2) x 8 x 4 B = 4,224 B, forward and
+#     backward, 2 layers: 16,896 B.
+# clean_all_gather: as CSBP by all_gather, 9,216 B; in chunks of 4 of at most 12 rows too.
+ONE = Case((24,), 4)
+FORMS: dict[str, tuple[tuple[int, int], Shape, list[int]]] = {
+    "needed_rows": ((2, 2), Shape(LLAMA, (ONE,), exchange={"form": "needed_rows"}), [5_120, 7_168]),
+    "needed_rows, window": (
+        (2, 2),
+        Shape(
+            LLAMA,
+            (dataclasses.replace(ONE, window=5),),
+            extra={"window_size": (4, 0)},
+            exchange={"form": "needed_rows"},
+        ),
+        [3_072] * 2,
+    ),
+    "needed_rows, documents": (
+        (4, 4),
+        Shape(LLAMA, (Case((16,) * 4, 4),), exchange={"form": "needed_rows"}),
+        [6_144] * 4,
+    ),
+    "ring": ((2, 2), Shape(LLAMA, (ONE,), exchange={"form": "ring"}), [7_168, 8_192]),
+    "p2p": ((1, 2), Shape(LLAMA, (ONE,), exchange={"form": "ring"}), [16_896] * 2),
+    "a2a": ((1, 2), Shape(LLAMA, (ONE,), attention={"over_heads": True}), [16_896] * 2),
+    "clean_all_gather": ((1, 2), Shape(LLAMA, (ONE,), align_chunks=True), [9_216] * 2),
+    "chunks": (
+        (2, 2),
+        Shape(LLAMA, (ONE,), exchange={"form": "all_gather", "most_rows": 9}),
+        [9_216] * 2,
+    ),
+}
+
+
+def counted(rank: int, shape: Shape, degrees: tuple[int, int]) -> int:
+    """Bytes that the plan says that a rank sends."""
+    settings = settings_of(shape.rows[0], shape, degrees, 1)
+    plan = make_plan(sample_of(shape.rows[0]), settings.sequence)
+    shards = tuple(plan.rows_of(peer) for peer in plan.shard_group(rank))
+    gpt = shape.gpt
+    if settings.attention.over_heads:
+        numbers = over_heads(shards, rank, gpt.heads, gpt.groups, gpt.head_dim)
+        return 2 * gpt.layers * numbers * 4
+    sent = sending(plan, shards, rank, shape.rows[0].window, settings.attention.exchange)
+    return gpt.layers * sent.bytes(2 * gpt.groups * gpt.head_dim, torch.float32, 2, 1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", FORMS)
+def test_a_step_of_each_form_sends_what_was_worked_out_by_hand(name: str) -> None:
+    degrees, shape, wanted = FORMS[name]
+    results = run_ranks(max(degrees), step_on_rank, shape, degrees)
+    for rank, (result, want) in enumerate(zip(results, wanted, strict=True)):
+        exchange = [s for s in result["sent"] if s.name != "all_reduce"]
+        assert sum(s.bytes for s in exchange) == want
+        assert counted(rank, shape, degrees) == want
 
 
 @pytest.mark.ranks
