@@ -1,7 +1,6 @@
 """What an exchange sends, counted from the plan alone: rows of K|V a pass, without any rank.
 
-The same code that training uses decides the form and who lacks what. tests/ranks/test_traffic.py
-holds it against what ranks send.
+The same code that training uses decides the form and who lacks what.
 """
 
 from dataclasses import dataclass

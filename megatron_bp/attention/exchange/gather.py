@@ -63,7 +63,7 @@ def make_chunks(
     longest = max(shard.num_sent for shard in shards)
     if len(shards) == 1 or longest == 0:
         return ()
-    count = 1 if most is None else -(-longest * len(shards) // max(most, len(shards)))
+    count = 1 if most is None else -(-longest // max(1, most // len(shards)))
     size = -(-longest // count)
     starts = range(0, longest, size)
     return tuple(
