@@ -12,7 +12,7 @@ from megatron_bp.sequence.plan import RankRows, SequencePlan
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What the rank that sends most sends, of one sequence, in all layers of a stage.
+    """What the rank that sends most sends, of one sequence, in all its layers.
 
     Attributes:
         form: how it goes; two names where layers with a window go another way.
@@ -40,37 +40,72 @@ def exchanged(args: Namespace, plan: SequencePlan, shards: list[RankRows]) -> Ex
     groups = (args.num_query_groups if args.group_query_attention else heads) // tp
     dtype, dim = args.params_dtype, args.kv_channels
     row = 2 * groups * dim
-    layers = _layers_of_a_stage(args)
+    stages = [
+        Counter((layer_window(args, layer), again) for layer, again in stage)
+        for stage in _layers_of_stages(args)
+    ]
     if options.over_heads:
         every = tuple(shards)
-        numbers = max(
+        numbers = dtype.itemsize * max(
             over_heads(every, rank, heads // tp, groups, dim) for rank in range(len(shards))
         )
-        forward = layers * numbers * dtype.itemsize
-        again = 2 if args.recompute_granularity == "full" else 1
-        return Exchanged("a2a", row * dtype.itemsize, forward, (1 + again) * forward)
-    windows = Counter(layer_window(args, number) for number in range(1, layers + 1))
-    forms = []
-    forward = [0] * len(shards)
-    training = [0] * len(shards)
-    for window, count in windows.items():
+        forward = numbers * max(stage.total() for stage in stages)
+        passes = max(sum((2 + again) * n for (_, again), n in s.items()) for s in stages)
+        return Exchanged("a2a", row * dtype.itemsize, forward, numbers * passes)
+    forms: list[str] = []
+    in_a_forward = in_training = 0
+    for stage in stages:
         for rank in range(len(shards)):
             group = tuple(shards[peer] for peer in plan.shard_group(rank))
-            sent = sending(plan, group, rank, window, options.exchange)
-            fetches = 1 if options.keep_gathered else 2
-            forward[rank] += count * sent.bytes(row, dtype, 1, 0)
-            training[rank] += count * sent.bytes(row, dtype, fetches, 1)
-            forms.append(sent.form)
+            forward = training = 0
+            for (window, again), count in stage.items():
+                sent = sending(plan, group, rank, window, options.exchange)
+                # What a forward keeps that will be recomputed is not there in the backward.
+                fetches = 1 if options.keep_gathered and not again else 2
+                forward += count * sent.bytes(row, dtype, 1, 0)
+                training += count * sent.bytes(row, dtype, fetches, 1)
+                forms.append(sent.form)
+            in_a_forward, in_training = max(in_a_forward, forward), max(in_training, training)
     names = " and ".join(dict.fromkeys(forms))
-    return Exchanged(names, row * dtype.itemsize, max(forward), max(training))
+    return Exchanged(names, row * dtype.itemsize, in_a_forward, in_training)
 
 
-def _layers_of_a_stage(args: Namespace) -> int:
-    """Of the pipeline rank that has most; all, where a layout is written out by hand."""
+def _layers_of_stages(args: Namespace) -> list[list[tuple[int, bool]]]:
+    """(number, whether attention is recomputed) of the layers of each pipeline rank.
+
+    One rank with all of them, where a layout is written out by hand.
+    """
+    stages = int(args.pipeline_model_parallel_size)
+    chunks = int(args.virtual_pipeline_model_parallel_size or 1)
     if args.pipeline_model_parallel_layout is not None:
-        return int(args.num_layers)
-    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    given = [int(layers) for layers in ends if layers is not None]
-    between = args.pipeline_model_parallel_size - len(given)
-    rest = -(-(args.num_layers - sum(given)) // between) if between else 0
-    return max([*given, rest])
+        stages = chunks = 1
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    # Standalone embedding and loss stand for a layer each, and take the place of one.
+    ends = [args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split]
+    between = stages - (first is not None) - (last is not None)
+    left = args.num_layers + sum(map(int, ends)) - (first or 0) - (last or 0)
+    sizes = [left // between if between else 0] * stages
+    if first is not None:
+        sizes[0] = first
+    if last is not None:
+        sizes[-1] = last
+    out: list[list[tuple[int, bool]]] = [[] for _ in range(stages)]
+    number = 0
+    for chunk in range(chunks):
+        for stage in range(stages):
+            size = sizes[stage] // chunks
+            size -= int(bool(ends[0]) and (chunk, stage) == (0, 0))
+            size -= int(bool(ends[1]) and (chunk, stage) == (chunks - 1, stages - 1))
+            recomputed = _recomputed(args, size)
+            out[stage] += [(number + i + 1, i < recomputed) for i in range(size)]
+            number += size
+    return out
+
+
+def _recomputed(args: Namespace, layers: int) -> int:
+    """How many of so many layers of a chunk run attention's forward again: the first ones."""
+    if args.recompute_granularity == "selective":
+        return layers if "core_attn" in (args.recompute_modules or ["core_attn"]) else 0
+    if args.recompute_granularity != "full":
+        return 0
+    return int(args.recompute_num_layers) if args.recompute_method == "block" else layers

@@ -249,6 +249,65 @@ def test_derived_numbers_of_other_modes(
     assert derived["exchanged_bytes_per_rank_and_sequence"] == 3 * 3 * sent * 128
 
 
+# Three layers of 61 rows in blocks of 8: 32 rows to the other rank by all_gather, 128 bytes each.
+# By a2a 117 rows, 59 and 58: one key head of 8 and two query heads a rank, so the first rank sends
+# (59 x (2 + 2) + 58 x 2) x 8 numbers of 4 bytes in a pass.
+FULL = ["--recompute-granularity", "full", "--recompute-num-layers", "1", "--recompute-method"]
+GATHER = ["--block-parallel-size", "2", "--clean-kv-exchange", "all_gather"]
+A2A = ["--context-parallel-size", "2", "--cp-comm-type", "a2a"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("more", "passes"),
+    [
+        ([], 3 * 3),
+        (["--recompute-granularity", "selective"], 3 * 3),
+        (["--keep-gathered-kv"], 3 * 2),
+        (["--keep-gathered-kv", *FULL, "uniform"], 3 * 3),
+        (["--keep-gathered-kv", "--recompute-keep-attention", *FULL, "uniform"], 3 * 3),
+        (["--keep-gathered-kv", *FULL, "block"], 3 + 2 * 2),
+        (["--keep-gathered-kv", "--recompute-granularity", "selective"], 3 * 3),
+    ],
+)
+def test_passes_where_attention_is_recomputed(config: str, more: list[str], passes: int) -> None:
+    derived = printed(2, [config, *GATHER, *more])["derived"]
+    assert derived["exchanged_bytes_per_rank_and_sequence"] == passes * 32 * 128
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("more", "passes"),
+    [
+        ([], 3 * 2),
+        ([*FULL, "uniform"], 3 * 3),
+        ([*FULL, "block"], 3 + 2 * 2),
+        (["--recompute-granularity", "selective"], 3 * 3),
+        (["--recompute-granularity", "selective", "--recompute-modules", "mlp"], 3 * 2),
+    ],
+)
+def test_passes_over_heads(config: str, more: list[str], passes: int) -> None:
+    derived = printed(2, [config, *A2A, *more])["derived"]
+    assert derived["exchanged_bytes_per_rank_and_sequence"] == passes * (59 * 4 + 58 * 2) * 32
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("windowed", "chunks", "sent"),
+    [("[1,1,0,0]", 1, 2 * 32), ("[1,1,0,0]", 2, 32 + 7), ("[0,1,1,1]", 1, 32 + 7)],
+)
+def test_bytes_are_of_the_stage_that_sends_most(
+    config: str, windowed: str, chunks: int, sent: int
+) -> None:
+    """A layer with a window of 8 sends 7 rows by needed_rows, another all of 32 by all_gather."""
+    flags = ["--num-layers", "4", "--window-attn-skip-freq", windowed, "--block-parallel-size", "2"]
+    flags += ["--pipeline-model-parallel-size", "2", "--needed-rows-fraction", "0.25"]
+    if chunks > 1:
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
+    derived = printed(4, [config, *flags])["derived"]
+    assert derived["exchanged_bytes_per_rank_and_sequence"] == 3 * sent * 128
+
+
 # --- saved beside the checkpoints ----------------------------------------------------------------
 
 
