@@ -312,12 +312,13 @@ def hidden_rows(
     from megatron.core import parallel_state
     from whole import Shape, build
 
+    from megatron_bp.attention.kernels.sdpa import Sdpa
+    from megatron_bp.attention.layout import AttentionOptions, make_layout
     from megatron_bp.batch.dataset import sample_of
     from megatron_bp.batch.shard import local_batch
     from megatron_bp.diffusion.corruption import corrupt
     from megatron_bp.diffusion.objective import Objective
     from megatron_bp.sequence.plan import SequenceOptions, make_plan
-    from megatron_bp.training.step import make_layout
 
     parallel_state.initialize_model_parallel(context_parallel_size=world)
     import whole
@@ -340,7 +341,8 @@ def hidden_rows(
         ids[: batch.num_clean][hit] = (ids[: batch.num_clean][hit] + 1) % 256
         batch = dataclasses.replace(batch, input_ids=ids)
     group = parallel_state.get_context_parallel_group()
-    layout = make_layout(batch, group, torch.device("cpu"))
+    options = AttentionOptions(Sdpa())
+    layout = make_layout(plan, batch.shards, rank, [None], batch.position_ids, group, options)
     with torch.no_grad():
         hidden = model(
             ids[None],
