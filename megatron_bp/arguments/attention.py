@@ -10,7 +10,7 @@ import torch
 
 from megatron_bp.arguments.refused import no
 from megatron_bp.attention.exchange import te
-from megatron_bp.attention.exchange.choose import FORMS, ExchangeOptions
+from megatron_bp.attention.exchange.choose import FORMS, ExchangeOptions, Form
 from megatron_bp.attention.heads import refuse_heads
 from megatron_bp.attention.kernels.choose import NAMES, choose
 from megatron_bp.attention.kernels.self_test import self_test
@@ -102,6 +102,16 @@ def refuse_attention(args: Namespace, given: Collection[str]) -> None:
                 )
     if mode == "CP" and form == "a2a":
         _a2a(args)
+    elif args.clean_kv_rows is not None and _form(args, mode) == "ring":
+        no(
+            f"--clean-kv-rows {args.clean_kv_rows}: a ring brings the rows of one rank at a time, "
+            f"however many they are; leave it out, or choose another form"
+        )
+    if args.keep_gathered_kv and _all_recomputed(args):
+        no(
+            "--keep-gathered-kv: attention is recomputed in every layer, and K/V are fetched for "
+            "that anyway and then kept until its backward; leave it out"
+        )
     try:
         ExchangeOptions("auto", args.clean_kv_rows, args.needed_rows_fraction)
         if args.clean_kv_exchange == "te":
@@ -113,6 +123,22 @@ def refuse_attention(args: Namespace, given: Collection[str]) -> None:
             "--recompute-keep-attention: keeps attention's result where whole layers are "
             "recomputed; set --recompute-granularity full, or leave it out"
         )
+
+
+def _all_recomputed(args: Namespace) -> bool:
+    """Whether no forward of attention is followed by its backward."""
+    if args.recompute_granularity == "full":
+        return bool(args.recompute_method == "uniform")
+    modules = args.recompute_modules or ["core_attn"]
+    return args.recompute_granularity == "selective" and "core_attn" in modules
+
+
+def _form(args: Namespace, mode: str) -> Form:
+    """The form of exchange that is asked for."""
+    if mode == "CP":
+        return "ring" if args.bdlm_cp_comm_type == "p2p" else "all_gather"
+    form: Form = args.clean_kv_exchange
+    return form
 
 
 def _a2a(args: Namespace) -> None:
@@ -146,9 +172,7 @@ def attention_options(args: Namespace) -> AttentionOptions:
         ValueError: the kernel cannot do what the run needs.
     """
     mode = parallel_mode(args.block_parallel_size, args.bdlm_clean_shard_size)
-    form = args.clean_kv_exchange
-    if mode == "CP":
-        form = "ring" if args.bdlm_cp_comm_type == "p2p" else "all_gather"
+    form = _form(args, mode)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernel = choose(args.attention_kernel, device, args.params_dtype, args.kv_channels)
     return AttentionOptions(

@@ -207,7 +207,10 @@ def fits(how: How, degrees: Degrees) -> bool:
 def test_attention_is_one_dense_softmax(name: str, degrees: Degrees) -> None:
     case = CASES[name]
     want = dense(case)
-    hows = [how for how in HOWS if fits(how, degrees)]
+    # The first way in all cases, and each of the others in every third.
+    turn = [*CASES].index(name) + MODES.index(degrees)
+    hows = HOWS[:1] + [how for i, how in enumerate(HOWS) if i and (i + turn) % 3 == 0]
+    hows = [how for how in hows if fits(how, degrees)]
     bp, cp = degrees
     if bp < cp and case.heads % cp == 0 and (case.groups % cp == 0 or cp % case.groups == 0):
         hows.append(How(over_heads=True))

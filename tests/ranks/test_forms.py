@@ -47,7 +47,7 @@ def truth(name: str) -> dict[str, Any]:
 def test_every_way_is_the_oracles_step(name: str, way: str) -> None:
     changed, slots = WAYS[way]
     shape = dataclasses.replace(SHAPES_HERE[name], kernel="sdpa", **changed)
-    for slot in slots:
+    for slot in slots if name == "llama" else slots[-1:]:
         if way == "a2a" and shape.gpt.heads % degrees(slot)[1]:
             continue  # six heads over four ranks are refused
         for rank, got in enumerate(run_ranks(max(degrees(slot)), step_on_rank, shape, slot)):

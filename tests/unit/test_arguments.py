@@ -564,6 +564,16 @@ REFUSED = [
     ("--context-parallel-size 2 --cp-comm-type a2a --keep-gathered-kv", "no K/V are gathered"),
     ("--context-parallel-size 2 --cp-comm-type a2a --clean-kv-rows 9", "no K/V are gathered"),
     ("--context-parallel-size 2 --clean-kv-exchange ring", "and this run is mode CP"),
+    ("--block-parallel-size 2 --clean-kv-exchange ring --clean-kv-rows 9", "one rank at a time"),
+    ("--context-parallel-size 2 --cp-comm-type p2p --clean-kv-rows 9", "one rank at a time"),
+    (
+        "--keep-gathered-kv --recompute-granularity full --recompute-method uniform",
+        "--keep-gathered-kv: attention is recomputed in every layer",
+    ),
+    (
+        "--keep-gathered-kv --recompute-granularity selective --recompute-modules core_attn",
+        "--keep-gathered-kv: attention is recomputed in every layer",
+    ),
     ("--clean-kv-rows 0", "--clean-kv-rows 0: must be at least 1"),
     ("--needed-rows-fraction 1.5", "--needed-rows-fraction 1.5: must be from 0 to 1"),
     ("--recompute-keep-attention", "set --recompute-granularity full"),

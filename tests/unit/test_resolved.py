@@ -264,10 +264,10 @@ A2A = ["--context-parallel-size", "2", "--cp-comm-type", "a2a"]
         ([], 3 * 3),
         (["--recompute-granularity", "selective"], 3 * 3),
         (["--keep-gathered-kv"], 3 * 2),
-        (["--keep-gathered-kv", *FULL, "uniform"], 3 * 3),
-        (["--keep-gathered-kv", "--recompute-keep-attention", *FULL, "uniform"], 3 * 3),
+        ([*FULL, "uniform"], 3 * 3),
+        (["--recompute-keep-attention", *FULL, "uniform"], 3 * 3),
         (["--keep-gathered-kv", *FULL, "block"], 3 + 2 * 2),
-        (["--keep-gathered-kv", "--recompute-granularity", "selective"], 3 * 3),
+        (["--recompute-granularity", "selective", "--recompute-modules", "core_attn"], 3 * 3),
     ],
 )
 def test_passes_where_attention_is_recomputed(config: str, more: list[str], passes: int) -> None:
