@@ -17,14 +17,15 @@ class Pending:
     """A collective on its way: `wait()` gives its result."""
 
     result: Tensor
-    works: list[dist.Work]
+    works: Sequence[dist.Work | None]  # None if there was nothing to do
     sending: Tensor  # must live until it is sent
 
     def wait(self) -> Tensor:
         """The result, once it is there (on CUDA: ordered after the current stream)."""
         for work in self.works:
-            work.wait()
-        self.works = []
+            if work is not None:
+                work.wait()
+        self.works = ()
         return self.result
 
 

@@ -1,6 +1,7 @@
 """Attention in every mode against the dense oracle, outputs and every gradient, float64."""
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from ranks import run_ranks
 from traffic import Sent, clean_shard, recording
 
 from megatron_bp.attention.exchange.choose import ExchangeOptions
+from megatron_bp.attention.kernels.sdpa import Sdpa
 from megatron_bp.attention.kernels.tiled import Tiled
 from megatron_bp.attention.layout import AttentionOptions, Layout, make_layout
 from megatron_bp.attention.parts import Held
@@ -57,10 +59,12 @@ class How:
     over_heads: bool = False
     keep_gathered: bool = False
     tiles: tuple[int, int] = (5, 3)
+    kernel: str = "tiled"
 
     def options(self) -> AttentionOptions:
         exchange = ExchangeOptions(self.form, self.most_rows)
-        return AttentionOptions(Tiled(*self.tiles), exchange, self.over_heads, self.keep_gathered)
+        kernel = Sdpa() if self.kernel == "sdpa" else Tiled(*self.tiles)
+        return AttentionOptions(kernel, exchange, self.over_heads, self.keep_gathered)
 
 
 @dataclass(frozen=True)
@@ -214,7 +218,8 @@ def test_attention_is_one_dense_softmax(name: str, degrees: Degrees) -> None:
     bp, cp = degrees
     if bp < cp and case.heads % cp == 0 and (case.groups % cp == 0 or cp % case.groups == 0):
         hows.append(How(over_heads=True))
-    for i, how in enumerate(hows):
+    for i, plain in enumerate(hows):
+        how = dataclasses.replace(plain, kernel=("tiled", "sdpa")[(i + turn) % 2])
         more = (torch.float64, 4 if i % 2 else 1)
         results = run_ranks(max(degrees), on_rank, case, degrees, how, *more)
         got = whole_of(results, len(want["out"]))
@@ -241,9 +246,16 @@ def test_rows_that_fill_up_on_other_ranks_count_in_where_their_keys_stand(how: H
         whole_of(run_ranks(2, on_rank, *more, True), len(want["out"]))
 
 
+OVER_HEADS = How(over_heads=True)
+WAYS = [((2, 2), how) for how in HOWS] + [((1, 2), how) for how in (HOWS[0], HOWS[2], OVER_HEADS)]
+
+
 @pytest.mark.ranks
+@pytest.mark.parametrize("kernel", ["tiled", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_stays_near_a_plain_softmax_of_the_same_type(dtype: torch.dtype) -> None:
+def test_low_precision_stays_near_a_plain_softmax_of_the_same_type(
+    dtype: torch.dtype, kernel: str
+) -> None:
     """The budget: twice the error of plain PyTorch in the same dtype, on the worst of 2 ranks."""
     case = CASES["ragged, packed, padded"]
     want = dense(case)
@@ -262,11 +274,13 @@ def test_low_precision_stays_near_a_plain_softmax_of_the_same_type(dtype: torch.
     plain_out = torch.zeros_like(whole["q"])
     plain_out[real] = plain[0].transpose(0, 1).detach()
     reference = {"out": plain_out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    got = whole_of(run_ranks(2, on_rank, case, (2, 2), How(), dtype), len(want["out"]))
-    for name, exact in want.items():
-        error = (got[name].double() - exact).abs().max()
-        budget = 2 * (reference[name].double() - exact).abs().max() + torch.finfo(dtype).eps
-        assert error <= budget, f"{name}: {error} against {budget}"
+    for degrees, way in WAYS:
+        how = dataclasses.replace(way, kernel=kernel)
+        got = whole_of(run_ranks(2, on_rank, case, degrees, how, dtype), len(want["out"]))
+        for name, exact in want.items():
+            error = (got[name].double() - exact).abs().max()
+            budget = 2 * (reference[name].double() - exact).abs().max() + torch.finfo(dtype).eps
+            assert error <= budget, f"{name}: {error} against {budget} by {degrees}, {how}"
 
 
 def on_rank_uniform(
