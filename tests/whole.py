@@ -39,7 +39,7 @@ class Shape:
     copies: int = 1
     exchange: dict[str, Any] = field(default_factory=lambda: {"form": "all_gather"})
     attention: dict[str, Any] = field(default_factory=dict)
-    kernel: str = "tiled"
+    kernel: str = "sdpa"
     align_chunks: bool = False
 
     @property

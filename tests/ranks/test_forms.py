@@ -21,6 +21,7 @@ SHAPES_HERE = {
 CLEAN: tuple[Slot, ...] = (2, 4, (4, 2))
 OF_CP: tuple[Slot, ...] = ((1, 2), (1, 4))
 WAYS: dict[str, tuple[dict[str, Any], tuple[Slot, ...]]] = {
+    "tiled kernel": ({"kernel": "tiled"}, (2,)),
     "auto": ({"exchange": {"form": "auto"}}, CLEAN),
     "all_gather in chunks": ({"exchange": {"form": "all_gather", "most_rows": 9}}, (4,)),
     "needed_rows": ({"exchange": {"form": "needed_rows"}}, CLEAN),
@@ -35,7 +36,7 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[Slot, ...]]] = {
 
 @functools.cache
 def truth(name: str) -> dict[str, Any]:
-    """One rank and the tiled kernel, held to the oracle."""
+    """One rank, held to the oracle."""
     (one,) = run_ranks(1, step_on_rank, SHAPES_HERE[name], 1)
     found = oracle_step(SHAPES_HERE[name], one["weights"])
     check_step(one, found, "one rank against the oracle")
@@ -46,7 +47,7 @@ def truth(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SHAPES_HERE)
 def test_every_way_is_the_oracles_step(name: str, way: str) -> None:
     changed, slots = WAYS[way]
-    shape = dataclasses.replace(SHAPES_HERE[name], kernel="sdpa", **changed)
+    shape = dataclasses.replace(SHAPES_HERE[name], **changed)
     for slot in slots if name == "llama" else slots[-1:]:
         if way == "a2a" and shape.gpt.heads % degrees(slot)[1]:
             continue  # six heads over four ranks are refused
@@ -78,7 +79,9 @@ def test_recomputed_layers_keep_their_attention(slot: Slot, way: str) -> None:
     """The same step; attention's forward runs once, and so do the passes of K/V and gradients."""
     if way == "heads" and slot != (1, 2):
         pytest.skip("all-to-all over heads is of mode CP")
-    shape = dataclasses.replace(SHAPES["llama"], attention={"over_heads": way == "heads"})
+    shape = dataclasses.replace(
+        SHAPES["llama"], kernel="tiled", attention={"over_heads": way == "heads"}
+    )
     kept = dataclasses.replace(shape, attention=shape.attention | {"keep_results": True})
     world = max(degrees(slot))
     plain = run_ranks(world, counted, shape, slot, False)

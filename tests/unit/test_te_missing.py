@@ -75,6 +75,7 @@ def test_refused_at_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
         clean_kv_rows=None,
         needed_rows_fraction=0.75,
         recompute_keep_attention=False,
+        keep_gathered_kv=False,
     )
     monkeypatch.setattr(sys, "meta_path", [Failing(ImportError("not here")), *sys.meta_path])
     with pytest.raises(RefusedError, match="ImportError: not here"):
