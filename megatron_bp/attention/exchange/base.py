@@ -1,8 +1,8 @@
 """What an exchange of K/V is: rows of other ranks arrive, and their gradients go back.
 
 An exchange belongs to one layout and says which rows arrive together; every layer opens a pass of
-it. Arrival i + 1 is started before arrival i is computed on, so that it travels meanwhile, and no
-more than two are in memory.
+it. Arrival i + 1 is started before arrival i is computed on, so that it travels meanwhile: K/V of
+two or three are in memory. Gradients of all that were sent wait for `collect`.
 """
 
 # Shapes: S rows of this rank, K rows of an arrival, H key heads, D head dimension.
