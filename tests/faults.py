@@ -100,28 +100,27 @@ def _dropped_gradient(rank: int) -> Any:
 
     dropped = []
 
-    def dropping(returns: Any, dkv: Any) -> None:
-        arriving = returns.pending[0].wait()
-        if not dropped and arriving.count_nonzero():
-            dropped.append(arriving)
+    def dropping(returns: Any, i: int, shares: Any) -> None:
+        if not dropped and shares.count_nonzero():
+            dropped.append(shares)
             return
-        collect(returns, dkv)
+        add(returns, i, shares)
 
-    collect = GatherReturn.collect
-    return mock.patch.object(GatherReturn, "collect", dropping)
+    add = GatherReturn.add
+    return mock.patch.object(GatherReturn, "add", dropping)
 
 
 def _late_reduce(rank: int) -> Any:
     """The reduction counts this rank's own share twice."""
     from megatron_bp.attention.exchange.gather import GatherReturn
 
-    def doubled(returns: Any, dkv: Any) -> None:
-        own = dkv.clone()
-        collect(returns, dkv)
-        dkv.add_(own)
+    def doubled(returns: Any, i: int, shares: Any) -> None:
+        own = returns.dkv.clone()
+        add(returns, i, shares)
+        returns.dkv.add_(own)
 
-    collect = GatherReturn.collect
-    return mock.patch.object(GatherReturn, "collect", doubled)
+    add = GatherReturn.add
+    return mock.patch.object(GatherReturn, "add", doubled)
 
 
 def _wrong_weight(rank: int) -> Any:
@@ -221,15 +220,15 @@ def _corrupted_stay_away(rank: int) -> Any:
         num_clean.append(shards[plan.shard_group(slot_rank).index(slot_rank)].num_clean)
         return make_layout(plan, shards, slot_rank, *rest)
 
-    def losing(returns: Any, dkv: Any) -> None:
-        own = dkv.clone()
-        collect(returns, dkv)
-        dkv[num_clean[-1] :] = own[num_clean[-1] :]
+    def losing(returns: Any, i: int, shares: Any) -> None:
+        own = returns.dkv.clone()
+        add(returns, i, shares)
+        returns.dkv[num_clean[-1] :] = own[num_clean[-1] :]
 
-    make_layout, collect = step.make_layout, GatherReturn.collect
+    make_layout, add = step.make_layout, GatherReturn.add
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(step, "make_layout", telling))
-    stack.enter_context(mock.patch.object(GatherReturn, "collect", losing))
+    stack.enter_context(mock.patch.object(GatherReturn, "add", losing))
     return stack
 
 

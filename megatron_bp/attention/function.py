@@ -166,7 +166,8 @@ class _Attend(torch.autograd.Function):
             next(fetched)
         for part in plan.view.corrupted:
             add(part, k_SHD, v_SHD, dkv_S2HD)
-        returns = plan.exchange.returns(k_SHD.dtype) if plan.view.arrivals else None
+        remote = len(plan.view.arrivals) > 0
+        returns = plan.exchange.returns(dkv_S2HD, k_SHD.dtype) if remote else None
         for i, parts in enumerate(plan.view.arrivals):
             assert returns is not None
             kv_K2HD = kept[i] if fetched is None else next(fetched)
@@ -177,7 +178,7 @@ class _Attend(torch.autograd.Function):
         for part in plan.view.clean:
             add(part, k_SHD, v_SHD, dkv_S2HD)
         if returns is not None:
-            returns.collect(dkv_S2HD)
+            returns.settle()
         dk_SHD, dv_SHD = dkv_S2HD.to(k_SHD.dtype).unbind(1)
         return dq_SQD.to(q_SQD.dtype), dk_SHD, dv_SHD, None, None, None
 

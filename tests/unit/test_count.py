@@ -7,6 +7,7 @@ from cases import Case, sample_of
 
 from megatron_bp.attention.exchange.choose import FORMS, ExchangeOptions, prepare_exchange
 from megatron_bp.attention.exchange.count import Sending, over_heads, sending
+from megatron_bp.attention.exchange.needed import rows_to_send
 from megatron_bp.attention.parts import Held
 from megatron_bp.sequence.plan import RankRows, SequenceOptions, make_plan
 
@@ -47,6 +48,22 @@ def test_rows_are_those_of_the_exchange(
         assert got.wide == (form in ("ring", "te"))
         assert got.form == form or form == "auto"
     assert sent_to == came
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_to_send_are_those_that_one_has_and_one_lacks(seed: int) -> None:
+    """Counted run by run; position by position here. One shard is empty, some share positions."""
+    rng = np.random.default_rng(seed)
+    every = [np.flatnonzero(rng.random(60) < share) for share in (0.5, 0.3, 0.0, 0.9, 0.1)]
+    shards = tuple(
+        RankRows(clean.astype(np.int32), 0, np.zeros(0, np.int64), len(clean)) for clean in every
+    )
+    lacked = tuple(
+        np.flatnonzero(rng.random(60) < share).astype(np.int32) for share in (0.4, 0, 0.7, 0.2, 1)
+    )
+    want = [[len({*clean} & {*wanted}) for wanted in lacked] for clean in every]
+    assert rows_to_send(shards, lacked).tolist() == want
+    assert rows_to_send(shards[2:3], lacked[:1]).tolist() == [[0]]
 
 
 def test_bytes_by_hand() -> None:

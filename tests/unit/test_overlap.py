@@ -1,15 +1,22 @@
 """What attention does in which order: K/V and gradients travel while something is computed."""
 
+import weakref
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from cases import Case, sample_of
 from torch import Tensor
 
+from megatron_bp.attention.exchange import te
+from megatron_bp.attention.exchange.base import Traffic
+from megatron_bp.attention.exchange.choose import ExchangeOptions, prepare_exchange
 from megatron_bp.attention.function import Plan
 from megatron_bp.attention.kernels.tiled import Tiled
 from megatron_bp.attention.parts import Part, View
+from megatron_bp.parallel.collectives import Pending
+from megatron_bp.sequence.plan import SequenceOptions, make_plan
 
 
 class Logging(Tiled):
@@ -41,7 +48,7 @@ class Remote:
     def fetch(self, *_: Tensor) -> "Remote":
         return self
 
-    def returns(self, _: torch.dtype) -> "Remote":
+    def returns(self, *_: Any) -> "Remote":
         return self
 
     def start(self, i: int) -> None:
@@ -55,8 +62,8 @@ class Remote:
         self.log.append(f"send {i}")
         self.sent.append(dkv.clone())
 
-    def collect(self, _: Tensor) -> None:
-        self.log.append("collect")
+    def settle(self) -> None:
+        self.log.append("settle")
 
 
 def part(kernel: Tiled, rows: Any, count: int, keys: slice) -> Part:
@@ -66,8 +73,8 @@ def part(kernel: Tiled, rows: Any, count: int, keys: slice) -> Part:
 
 
 FORWARD = "start 0, own, clean, wait 0, start 1, first, wait 1, second"
-KEPT = "own, first, send 0, second, send 1, clean, collect"
-FETCHED = "start 0, own, wait 0, start 1, first, send 0, wait 1, second, send 1, clean, collect"
+KEPT = "own, first, send 0, second, send 1, clean, settle"
+FETCHED = "start 0, own, wait 0, start 1, first, send 0, wait 1, second, send 1, clean, settle"
 
 
 @pytest.mark.parametrize(("keep", "backward"), [(True, KEPT), (False, FETCHED)])
@@ -109,3 +116,55 @@ def test_what_travels_is_under_way_before_what_does_not_need_it(keep: bool, back
     gradients = torch.autograd.grad(want, [q, k, v, *theirs], dout)
     for got, true in zip([q.grad, k.grad, v.grad, *remote.sent], gradients, strict=True):
         torch.testing.assert_close(got, true)
+
+
+class Group:
+    """Rank 0 of four, of which the others are not there."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 4
+
+
+HANDS_OVER = {"all_gather": "scatter", "needed_rows": "deliver", "ring": "pass_on", "te": "reduce"}
+
+
+@pytest.mark.parametrize("form", HANDS_OVER)
+def test_gradients_of_one_arrival_are_under_way(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sent, and what came, is gone from memory before the next is sent."""
+    monkeypatch.setattr(te, "collectives", lambda: None)
+    plan = make_plan(sample_of(Case((128,), 4)), SequenceOptions(4, 4, 4))
+    shards = tuple(plan.rows_of(rank, 1) for rank in range(4))
+    options = ExchangeOptions(form, most_rows=16)
+    prepared = prepare_exchange(plan, shards, 0, None, options, torch.device("cpu"))
+    exchange: Any = prepared.make(cast(Any, Group()), Traffic())
+    sent: list[weakref.ref[Tensor]] = []
+    came: list[weakref.ref[Tensor]] = []
+
+    def hand_over(rows: Tensor, *sizes: Any, tag: int = 0) -> Pending:
+        alive = [ref for ref in sent + came if ref() is not None]
+        assert len(alive) <= (form == "ring" and len(sent) > 0), "the ring adds to what came"
+        count = {
+            "all_gather": len(rows),
+            "needed_rows": sum(sizes[1]) if len(sizes) > 1 else 0,
+            "ring": sizes[0] if sizes else 0,
+            "te": len(rows) // 4,
+        }[form]
+        result = torch.ones(count, *rows.shape[1:])
+        sent.append(weakref.ref(rows))
+        came.append(weakref.ref(result))
+        return Pending(result, [], rows)
+
+    setattr(exchange, HANDS_OVER[form], hand_over)
+    own = torch.zeros(shards[0].num_rows, 2, 1, 8)
+    returns = exchange.returns(own, torch.float32)
+    for i, held in enumerate(prepared.held):
+        returns.send(i, torch.ones(len(held.clean), 2, 1, 8))
+    returns.settle()
+    assert len(sent) == len(prepared.held) > 2
+    shares = {"all_gather": 3, "ring": 1, "te": 1}.get(form, 0) * shards[0].num_sent
+    if form == "needed_rows":
+        shares = sum(sum(delivery.send_sizes) for delivery in exchange.deliveries)
+    assert own.sum() == shares * 2 * 8, "each once"

@@ -2,11 +2,13 @@
 
 An exchange belongs to one layout and says which rows arrive together; every layer opens a pass of
 it. Arrival i + 1 is started before arrival i is computed on, so that it travels meanwhile: K/V of
-two or three are in memory. Gradients of all that were sent wait for `collect`.
+two or three are in memory. The gradients of arrival i travel while those of arrival i + 1 are
+computed, and are added up before the next are sent: those of one are under way.
 """
 
 # Shapes: S rows of this rank, K rows of an arrival, H key heads, D head dimension.
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_bp.attention.parts import Held
+from megatron_bp.parallel.collectives import Pending
 
 
 @dataclass
@@ -35,16 +38,33 @@ class Fetch(Protocol):
         ...
 
 
-class Return(Protocol):
-    """One pass of gradients back to the rows' owners."""
+class Return(ABC):
+    """One pass of gradients back to the rows' owners. For i = 0, 1, ...: send(i); then settle()."""
+
+    def __init__(self, dkv_S2HD: Tensor) -> None:
+        """Add what other ranks owe this rank's rows to `dkv_S2HD`, in the accumulation dtype."""
+        self.dkv = dkv_S2HD
+        self._under_way: tuple[int, Pending] | None = None
 
     def send(self, i: int, dkv_K2HD: Tensor) -> None:
-        """Start sending this rank's share of the gradients of arrival i, in order of i."""
-        ...
+        """Start sending this rank's share of the gradients of arrival i."""
+        self.settle()
+        self._under_way = i, self.start(i, dkv_K2HD)
 
-    def collect(self, dkv_S2HD: Tensor) -> None:
-        """Add what other ranks owe this rank's rows, once all is there."""
-        ...
+    def settle(self) -> None:
+        """Wait for what is under way, and add it."""
+        if self._under_way is not None:
+            i, pending = self._under_way
+            self._under_way = None
+            self.add(i, pending.wait())
+
+    @abstractmethod
+    def start(self, i: int, dkv_K2HD: Tensor) -> Pending:
+        """Start sending shares of arrival i, and getting what comes in return."""
+
+    @abstractmethod
+    def add(self, i: int, shares: Tensor) -> None:
+        """Add what came, in rank order: the same sum at every run."""
 
 
 class Exchange(Protocol):
@@ -59,8 +79,8 @@ class Exchange(Protocol):
         """A pass of K/V."""
         ...
 
-    def returns(self, dtype: torch.dtype) -> Return:
-        """A pass of gradients, of rows whose K/V are of `dtype`."""
+    def returns(self, dkv_S2HD: Tensor, dtype: torch.dtype) -> Return:
+        """A pass of gradients, of rows whose K/V are of `dtype`; see Return."""
         ...
 
 
@@ -73,7 +93,7 @@ class NoExchange:
         """Never asked for."""
         raise AssertionError("nothing arrives")
 
-    def returns(self, dtype: torch.dtype) -> Return:
+    def returns(self, dkv_S2HD: Tensor, dtype: torch.dtype) -> Return:
         """Never asked for."""
         raise AssertionError("nothing arrives")
 

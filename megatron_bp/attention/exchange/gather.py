@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_bp.attention.exchange.base import Traffic, packed
+from megatron_bp.attention.exchange.base import Return, Traffic, packed
 from megatron_bp.attention.parts import Held
 from megatron_bp.parallel.collectives import Pending, all_gather, all_to_all
 from megatron_bp.sequence.plan import RankRows
@@ -124,9 +124,9 @@ class GatherExchange:
         """A pass of K/V."""
         return GatherFetch(self.chunks, self.rank, self.gather, k_SHD, v_SHD)
 
-    def returns(self, dtype: torch.dtype) -> "GatherReturn":
+    def returns(self, dkv_S2HD: Tensor, dtype: torch.dtype) -> "GatherReturn":
         """A pass of gradients; they travel in `dtype`."""
-        return GatherReturn(self, dtype)
+        return GatherReturn(self, dkv_S2HD, dtype)
 
     def gather(self, buffer_C2HD: Tensor) -> Pending:
         """Start gathering [R, C, 2, H, D]."""
@@ -175,26 +175,25 @@ class GatherFetch:
         return self.pending.pop(i).wait().flatten(0, 1)[self.chunks[i].order]
 
 
-class GatherReturn:
+class GatherReturn(Return):
     """See base.Return."""
 
-    def __init__(self, exchange: GatherExchange, dtype: torch.dtype) -> None:
+    def __init__(self, exchange: GatherExchange, dkv_S2HD: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(dkv_S2HD)
         self.exchange, self.dtype = exchange, dtype
-        self.pending: list[Pending] = []
 
-    def send(self, i: int, dkv_K2HD: Tensor) -> None:
-        """Start sending the shares of chunk i."""
+    def start(self, i: int, dkv_K2HD: Tensor) -> Pending:
+        """Of chunk i."""
         chunk = self.exchange.chunks[i]
         ranks = len(chunk.sizes)
         shares = dkv_K2HD.new_zeros((ranks * chunk.rows, *dkv_K2HD.shape[1:]), dtype=self.dtype)
         shares[chunk.order] = dkv_K2HD.to(self.dtype)
-        self.pending.append(self.exchange.scatter(shares.unflatten(0, (ranks, chunk.rows))))
+        return self.exchange.scatter(shares.unflatten(0, (ranks, chunk.rows)))
 
-    def collect(self, dkv_S2HD: Tensor) -> None:
-        """Add the others' shares, in rank order: the same sum at every run."""
-        for chunk, pending in zip(self.exchange.chunks, self.pending, strict=True):
-            shares = pending.wait()
-            own = chunk.sizes[self.exchange.rank]
-            for rank in range(len(chunk.sizes)):
-                if rank != self.exchange.rank:
-                    dkv_S2HD[chunk.start : chunk.start + own] += shares[rank, :own]
+    def add(self, i: int, shares: Tensor) -> None:
+        """[R, C, 2, H, D]."""
+        chunk = self.exchange.chunks[i]
+        own = chunk.sizes[self.exchange.rank]
+        for rank, share in enumerate(shares):
+            if rank != self.exchange.rank:
+                self.dkv[chunk.start : chunk.start + own] += share[:own]

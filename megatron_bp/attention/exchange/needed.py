@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_bp.attention.exchange.base import Traffic, packed
+from megatron_bp.attention.exchange.base import Return, Traffic, packed
 from megatron_bp.attention.parts import Held
 from megatron_bp.parallel.collectives import Pending, all_to_all_uneven
 from megatron_bp.sequence.plan import RankRows
@@ -49,9 +49,17 @@ def rows_to_send(
         shards: the rows of each rank.
         lacked: the clean positions that each rank sees and does not hold, ascending.
     """
-    return np.array(
-        [[len(_common(shard, wanted)) for wanted in lacked] for shard in shards], dtype=np.int64
-    )
+    # Run by run: a shard is a few runs of positions, and thousands of rows.
+    rank = np.repeat(np.arange(len(shards)), [len(shard.clean) for shard in shards])
+    clean = np.concatenate([shard.clean for shard in shards])
+    cut = np.flatnonzero((np.diff(clean) != 1) | (np.diff(rank) != 0)) + 1
+    first, last = np.append(0, cut)[: len(clean)], np.append(cut, len(clean))[: len(clean)] - 1
+    each = np.zeros((len(shards), len(shards)), dtype=np.int64)
+    for peer, wanted in enumerate(lacked):
+        found = np.searchsorted(wanted, clean[last], "right")
+        found -= np.searchsorted(wanted, clean[first], "left")
+        np.add.at(each[:, peer], rank[first], found)
+    return each
 
 
 def _common(shard: RankRows, wanted: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -126,9 +134,9 @@ class NeededExchange:
         """A pass of K/V."""
         return NeededFetch(self, k_SHD, v_SHD)
 
-    def returns(self, dtype: torch.dtype) -> "NeededReturn":
+    def returns(self, dkv_S2HD: Tensor, dtype: torch.dtype) -> "NeededReturn":
         """A pass of gradients; they travel in `dtype`."""
-        return NeededReturn(self, dtype)
+        return NeededReturn(self, dkv_S2HD, dtype)
 
     def deliver(self, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Pending:
         """Start sending rows, rank after rank, so many to each and so many from each."""
@@ -156,24 +164,23 @@ class NeededFetch:
         return self.pending.pop(i).wait()[self.exchange.deliveries[i].order]
 
 
-class NeededReturn:
+class NeededReturn(Return):
     """See base.Return."""
 
-    def __init__(self, exchange: NeededExchange, dtype: torch.dtype) -> None:
+    def __init__(self, exchange: NeededExchange, dkv_S2HD: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(dkv_S2HD)
         self.exchange, self.dtype = exchange, dtype
-        self.pending: list[Pending] = []
 
-    def send(self, i: int, dkv_K2HD: Tensor) -> None:
-        """Start sending the gradients of delivery i back the way it came."""
+    def start(self, i: int, dkv_K2HD: Tensor) -> Pending:
+        """Of delivery i, back the way it came."""
         delivery = self.exchange.deliveries[i]
         shares = torch.empty_like(dkv_K2HD, dtype=self.dtype)
         shares[delivery.order] = dkv_K2HD.to(self.dtype)
-        self.pending.append(self.exchange.deliver(shares, delivery.sizes, delivery.send_sizes))
+        return self.exchange.deliver(shares, delivery.sizes, delivery.send_sizes)
 
-    def collect(self, dkv_S2HD: Tensor) -> None:
-        """Add the others' shares, rank after rank: the same sum at every run."""
-        for delivery, pending in zip(self.exchange.deliveries, self.pending, strict=True):
-            sizes = list(delivery.send_sizes)
-            shares = pending.wait().split(sizes)
-            for rows, share in zip(delivery.send.split(sizes), shares, strict=True):
-                dkv_S2HD[rows] += share  # a rank gets a row once
+    def add(self, i: int, shares: Tensor) -> None:
+        """[s, 2, H, D], rank after rank."""
+        delivery = self.exchange.deliveries[i]
+        sizes = list(delivery.send_sizes)
+        for rows, share in zip(delivery.send.split(sizes), shares.split(sizes), strict=True):
+            self.dkv[rows] += share  # a rank gets a row once

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bp.attention.exchange.base import Traffic, packed
+from megatron_bp.attention.exchange.base import Return, Traffic, packed
 from megatron_bp.attention.parts import Held
 from megatron_bp.parallel.collectives import Pending, pass_on
 from megatron_bp.sequence.plan import RankRows
@@ -60,9 +60,9 @@ class RingExchange:
         """A pass of K/V."""
         return RingFetch(self, k_SHD, v_SHD)
 
-    def returns(self, dtype: torch.dtype) -> "RingReturn":
+    def returns(self, dkv_S2HD: Tensor, dtype: torch.dtype) -> "RingReturn":
         """A pass of gradients; they travel in the accumulation dtype."""
-        return RingReturn(self)
+        return RingReturn(self, dkv_S2HD)
 
     def pass_on(self, rows: Tensor, arriving: int, tag: int) -> Pending:
         """Start sending rows to the next rank, and getting so many of the rank before."""
@@ -90,23 +90,26 @@ class RingFetch:
         return self.here
 
 
-class RingReturn:
+class RingReturn(Return):
     """See base.Return."""
 
-    def __init__(self, exchange: RingExchange) -> None:
+    def __init__(self, exchange: RingExchange, dkv_S2HD: Tensor) -> None:
+        super().__init__(dkv_S2HD)
         self.exchange = exchange
-        self.pending: Pending | None = None
+        self.last = len(exchange.held) - 1
+        self.came: Tensor | None = None
 
-    def send(self, i: int, dkv_K2HD: Tensor) -> None:
+    def start(self, i: int, dkv_K2HD: Tensor) -> Pending:
         """Add this rank's share to what came of the rank before, and pass it on."""
-        exchange = self.exchange
-        if self.pending is not None:
-            dkv_K2HD = dkv_K2HD + self.pending.wait()
-        last = i == len(exchange.held) - 1
-        arriving = exchange.size(-1 if last else i + 1)
-        self.pending = exchange.pass_on(dkv_K2HD, arriving, tag=1)
+        if self.came is not None:
+            dkv_K2HD = dkv_K2HD + self.came
+        self.came = None
+        arriving = self.exchange.size(-1 if i == self.last else i + 1)
+        return self.exchange.pass_on(dkv_K2HD, arriving, tag=1)
 
-    def collect(self, dkv_S2HD: Tensor) -> None:
-        """Add what came back for this rank's rows."""
-        assert self.pending is not None
-        dkv_S2HD[: self.exchange.size(-1)] += self.pending.wait()
+    def add(self, i: int, shares: Tensor) -> None:
+        """Of the next shard, to be passed on; at last of this rank's rows, complete."""
+        if i < self.last:
+            self.came = shares
+        else:
+            self.dkv[: self.exchange.size(-1)] += shares

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bp.attention.exchange.base import Traffic
+from megatron_bp.attention.exchange.base import Return, Traffic
 from megatron_bp.attention.exchange.gather import Chunk, GatherFetch
 from megatron_bp.attention.parts import Held
 from megatron_bp.parallel.collectives import Pending
@@ -76,9 +76,9 @@ class TeExchange:
         """A pass of K/V."""
         return GatherFetch(self.chunks, self.rank, self.gather, k_SHD, v_SHD)
 
-    def returns(self, dtype: torch.dtype) -> "TeReturn":
+    def returns(self, dkv_S2HD: Tensor, dtype: torch.dtype) -> "TeReturn":
         """A pass of gradients; they travel as they come, in the accumulation dtype."""
-        return TeReturn(self)
+        return TeReturn(self, dkv_S2HD)
 
     def gather(self, buffer_C2HD: Tensor) -> Pending:
         """Start gathering [R, C, 2, H, D]."""
@@ -97,22 +97,22 @@ class TeExchange:
         return Pending(result, [work], shares_N2HD)
 
 
-class TeReturn:
+class TeReturn(Return):
     """See base.Return."""
 
-    def __init__(self, exchange: TeExchange) -> None:
+    def __init__(self, exchange: TeExchange, dkv_S2HD: Tensor) -> None:
+        super().__init__(dkv_S2HD)
         self.exchange = exchange
-        self.pending: list[Pending] = []
 
-    def send(self, i: int, dkv_K2HD: Tensor) -> None:
-        """Start sending the shares of chunk i; this rank owes its own rows nothing."""
+    def start(self, i: int, dkv_K2HD: Tensor) -> Pending:
+        """Of chunk i; this rank owes its own rows nothing."""
         chunk = self.exchange.chunks[i]
         shares = dkv_K2HD.new_zeros((len(chunk.sizes) * chunk.rows, *dkv_K2HD.shape[1:]))
         shares[chunk.order] = dkv_K2HD
-        self.pending.append(self.exchange.reduce(shares))
+        return self.exchange.reduce(shares)
 
-    def collect(self, dkv_S2HD: Tensor) -> None:
-        """Add the sum of the others' shares."""
-        for chunk, pending in zip(self.exchange.chunks, self.pending, strict=True):
-            own = chunk.sizes[self.exchange.rank]
-            dkv_S2HD[chunk.start : chunk.start + own] += pending.wait()[:own]
+    def add(self, i: int, shares: Tensor) -> None:
+        """[C, 2, H, D], the sum of the others'."""
+        chunk = self.exchange.chunks[i]
+        own = chunk.sizes[self.exchange.rank]
+        self.dkv[chunk.start : chunk.start + own] += shares[:own]

@@ -122,11 +122,10 @@ def _arrivals(exchange: Exchange, k_SHD: Tensor, v_SHD: Tensor) -> list[Tensor]:
 
 
 def _return(exchange: Exchange, arrived: Sequence[Tensor], own_S2HD: Tensor) -> None:
-    returns = exchange.returns(own_S2HD.dtype)
+    returns = exchange.returns(own_S2HD, own_S2HD.dtype)
     for i, dkv_K2HD in enumerate(arrived):
         returns.send(i, dkv_K2HD)
-    if arrived:
-        returns.collect(own_S2HD)
+    returns.settle()
 
 
 def _counted(traffic: Traffic, call: Callable[[], object]) -> int:
