@@ -15,7 +15,7 @@ from megatron_bp.attention.heads import refuse_heads
 from megatron_bp.attention.kernels.choose import NAMES, choose
 from megatron_bp.attention.kernels.self_test import self_test
 from megatron_bp.attention.layout import AttentionOptions
-from megatron_bp.parallel.state import parallel_mode
+from megatron_bp.parallel.mode import parallel_mode
 
 CP_FORMS = ("all_gather", "p2p", "a2a", "clean_all_gather")
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from megatron_bp.arguments.attention import refuse_attention
 from megatron_bp.arguments.experts import experts_refusal
 from megatron_bp.arguments.refused import no
-from megatron_bp.parallel.state import parallel_mode
+from megatron_bp.parallel.mode import parallel_mode
 
 
 def refuse_degrees(args: Namespace, given: Collection[str]) -> None:

@@ -17,7 +17,7 @@ from megatron_bp.arguments.command_line import given_values
 from megatron_bp.arguments.exchanged import exchanged
 from megatron_bp.arguments.flags import full_parser
 from megatron_bp.data.document import Document
-from megatron_bp.parallel.state import parallel_mode
+from megatron_bp.parallel.mode import parallel_mode
 from megatron_bp.sequence.packing import pack
 from megatron_bp.sequence.plan import make_plan
 

@@ -6,7 +6,7 @@ Every refusal names the value, the rule and the way out.
 from argparse import Namespace
 
 from megatron_bp.arguments.contract import ContractError, newest_checkpoint, saved_arguments
-from megatron_bp.parallel.state import parallel_mode
+from megatron_bp.parallel.mode import parallel_mode
 
 
 def conditioning_refusal(args: Namespace) -> str | None:

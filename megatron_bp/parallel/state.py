@@ -11,6 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_bp.parallel.mode import parallel_mode
+
 
 @dataclass(frozen=True)
 class _BlockParallel:
@@ -79,25 +81,6 @@ def _carve(slot: dist.ProcessGroup, size: int, name: str) -> dist.ProcessGroup:
             mine = group
     assert mine is not None
     return mine
-
-
-def parallel_mode(block_parallel_size: int, context_parallel_size: int) -> str:
-    """The name of the mode that the two degrees make (docs/parallelism.md)."""
-    bp, cp = block_parallel_size, context_parallel_size
-    if bp < 1 or cp < 1:
-        raise ValueError(f"parallel degrees must be at least 1, got BP {bp}, CP {cp}")
-    if bp == cp:
-        return "single" if bp == 1 else "CSBP"
-    if bp == 1:
-        return "CP"
-    if cp == 1:
-        return "BP"
-    if cp < bp and bp % cp == 0:
-        return "hybrid"
-    raise ValueError(
-        f"--block-parallel-size {bp} with --context-parallel-size {cp}: CP must be 1, BP or a "
-        f"divisor of BP (or BP 1); leave --context-parallel-size unset for CP = BP"
-    )
 
 
 def _get() -> _BlockParallel:

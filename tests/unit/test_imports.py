@@ -8,7 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_bp"
-ORDER = ["parallel", "data", "sequence", "diffusion", "batch", "attention", "model", "training"]
+ORDER = [
+    *("parallel", "data", "sequence", "diffusion", "batch", "attention", "model", "planning"),
+    "training",
+]
 OUTSIDE = ["arguments", "tools"]  # import everything; no folder imports them
 ALONE = ["cpu", "__init__"]  # import nothing of ours
 ENTRY = "pretrain_bdlm"  # imported by tools alone

@@ -1,0 +1,47 @@
+"""What is to be trained, apart from how GPUs share it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_bp.planning.shape import Shape
+from megatron_bp.sequence.plan import SequenceOptions
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes a number takes.
+
+    Attributes:
+        model: weights and activations.
+        gradient: of weights, as they are added up over micro-batches.
+        optimizer: of the optimizer, per parameter: its own copy of the weight, and moments.
+    """
+
+    model: int = 2
+    gradient: int = 4
+    optimizer: int = 12
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and a step.
+
+    Attributes:
+        shape: the model.
+        sequence: how rows are planned; its degrees are the layout's to set.
+        length: tokens of a packed row.
+        global_batch: packed rows of a step.
+        precision: see there.
+        distributed_optimizer: the optimizer's numbers are shared by the replicas and the slot.
+        passes: "one", as we train: clean and corrupted rows go through together. "two": clean rows
+            first, then corrupted ones against their kept K/V, as the paper's DiffusionGemma scheme
+            does; only traffic differs here, which is twice as much.
+    """
+
+    shape: Shape
+    sequence: SequenceOptions
+    length: int
+    global_batch: int = 1
+    precision: Precision = Precision()
+    distributed_optimizer: bool = True
+    passes: Literal["one", "two"] = "one"
