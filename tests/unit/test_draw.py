@@ -140,6 +140,20 @@ def test_owners_of_the_worked_example() -> None:
     assert "2 ranks share 24 tokens in one document\n17% of the corrupted rows move" in title
 
 
+def test_units_away_where_chunks_are_cut_anew() -> None:
+    plan = plan_of()
+    other = dataclasses.replace(plan.clean_runs, stop=plan.clean_runs.stop + 1)
+    unmoved = dataclasses.replace(plan, clean_runs=other, unit_owner=1 - plan.unit_owner)
+    assert owners.away(plan, unmoved).tolist() == [False] * 6
+    owner = np.array([1, 1, 1, 1, 0, 1], np.int32)  # nobody has clean rows of the last block
+    found = owners.away(dataclasses.replace(plan, unit_owner=owner), unmoved)
+    assert found.tolist() == [True] + [False] * 5
+    assert owners.away(plan, dataclasses.replace(plan, unit_owner=owner)).tolist() == [
+        *([True] + [False] * 4),
+        True,
+    ]
+
+
 def test_owners_of_mode_cp() -> None:
     shown = owners.owners(plan_of(CP), SIX)
     assert shown.clean == [[(0, 3)], []]
@@ -156,7 +170,12 @@ def test_cost_by_part() -> None:
     assert cost.of_one(ROW, CSBP) == 488 + 528
     modes = cost.by_mode(ROW, 2, CSBP)
     assert [mode.mode for mode in modes] == ["CSBP", "CSBP, no moves", "CP", "BP"]
-    assert modes[1].clean.tolist() == found.clean.tolist()
+    plan, sample = long_row()
+    moved, unmoved = cost.by_mode(sample, 8, plan.options)[:2]
+    assert (moved.clean + moved.corrupted).tolist() == plan.cost.tolist()
+    stays = make_plan(sample, dataclasses.replace(plan.options, max_imbalance=math.inf))
+    assert (unmoved.clean + unmoved.corrupted).tolist() == stays.cost.tolist()
+    assert unmoved.worst > moved.worst
 
 
 HEADS = Attention(2, 2, 8)  # K|V of a row in bfloat16: 64 B

@@ -25,9 +25,8 @@ class Owners:
     Attributes:
         documents: clean positions of each document.
         clean: R times the clean positions that a rank computes.
-        home: R times the clean positions of the corrupted rows that a rank computes, and would
-            compute too if no unit were moved.
-        moved: R times those that it computes for balance alone; none in mode CP, which moves none.
+        home: R times the clean positions of the corrupted rows that a rank computes.
+        moved: R times those of them that were moved to it, see `away`; none in mode CP.
         moved_fraction: of the corrupted rows.
         worst: work of the worst rank over the mean.
         worst_unmoved: the same if no unit were moved.
@@ -45,13 +44,14 @@ class Owners:
 
 
 def owners(plan: SequencePlan, sample: Sample) -> Owners:
-    """Who has what of a row, and what of it was moved: found by a plan that moves nothing."""
+    """Who has what of a row, and what of it was moved, beside a plan that moves nothing."""
     unmoved = make_plan(sample, replace(plan.options, max_imbalance=math.inf))
     ranks, units = plan.options.slot, plan.units
     clean: list[Spans] = []
     home: list[Spans] = []
     moved: list[Spans] = []
     rows = 0
+    gone = away(plan, unmoved)
     for rank in range(ranks):
         start, stop = plan.clean_runs.spans(rank)
         clean.append(list(zip(start.tolist(), stop.tolist(), strict=True)))
@@ -59,12 +59,10 @@ def owners(plan: SequencePlan, sample: Sample) -> Owners:
             home.append(_of_places(plan, rank))
             moved.append([])
             continue
-        mine = plan.unit_owner == rank
-        stays = mine & (unmoved.unit_owner == rank)
+        stays, came = (plan.unit_owner == rank) & ~gone, (plan.unit_owner == rank) & gone
         home.append(_touching(units.start[stays], units.stop[stays]))
-        away = mine & ~stays
-        moved.append(_touching(units.start[away], units.stop[away]))
-        rows += int((units.stop - units.start)[away].sum())
+        moved.append(_touching(units.start[came], units.stop[came]))
+        rows += int((units.stop - units.start)[came].sum())
     return Owners(
         documents=[(a, b) for a, b, document in spans(sample.document) if document >= 0],
         clean=clean,
@@ -75,6 +73,29 @@ def owners(plan: SequencePlan, sample: Sample) -> Owners:
         worst_unmoved=_worst(unmoved),
         loads=plan.cost / max(1.0, float(plan.cost.mean())),
     )
+
+
+def away(plan: SequencePlan, unmoved: SequencePlan) -> NDArray[np.bool_]:
+    """bool[U]: units that are not on the rank of their clean chunk.
+
+    Where chunks are those of the plan that moves nothing, that plan tells. Where they are cut anew,
+    a unit is away if another rank of its group has the clean rows of its block; of a block whose
+    clean rows nobody needs that cannot be told, and it is not.
+    """
+    same = all(
+        np.array_equal(getattr(plan.clean_runs, name), getattr(unmoved.clean_runs, name))
+        for name in ("start", "stop", "rank")
+    )
+    if same or plan.options.splits_units:
+        return plan.unit_owner != unmoved.unit_owner
+    size = plan.options.context_parallel_size
+    found = np.zeros(len(plan.units), np.bool_)
+    runs = plan.clean_runs
+    for start, stop, rank in zip(runs.start, runs.stop, runs.rank, strict=True):
+        inside = (plan.units.start >= start) & (plan.units.start < stop)
+        group = plan.unit_owner // size == rank // size
+        found |= inside & group & (plan.unit_owner != rank)
+    return found
 
 
 def _worst(plan: SequencePlan) -> float:
@@ -176,6 +197,7 @@ def title_of(shown: Owners, sample: Sample, name: str) -> str:
 def draw(plan: SequencePlan, sample: Sample, name: str, prefix: str | Path) -> list[Path]:
     """PREFIX.png and PREFIX.svg of a plan in the mode of that name."""
     shown = owners(plan, sample)
-    with picture.drawn(prefix, 1.6 + 0.34 * (len(shown.clean) + 1)) as figure:
+    lane = 0.34 if len(shown.clean) <= 16 else 0.17
+    with picture.drawn(prefix, 1.8 + lane * (len(shown.clean) + 1)) as figure:
         paint(figure, shown, title_of(shown, sample, name))
     return picture.files(prefix)
