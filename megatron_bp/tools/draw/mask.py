@@ -181,7 +181,8 @@ def _strip(axes: Any, shown: Mask, of_rows: bool, strip: float, gap: float) -> N
     number = shown.owner * 2 + (np.arange(len(shown.owner)) >= shown.clean)
     for start, stop, both in spans(number):
         rank = both // 2
-        look = {"facecolor": "#FFFFFF", "edgecolor": "#808080", "hatch": "xxxx", "linewidth": 0.3}
+        look: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#808080", "hatch": "xxxx"}
+        look["linewidth"] = 0.3
         if rank >= 0:
             look = {"facecolor": picture.of_rank(rank), "edgecolor": "#FFFFFF", "linewidth": 0.3}
         corner: tuple[float, float] = (start, -gap - strip)

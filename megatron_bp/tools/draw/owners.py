@@ -87,7 +87,8 @@ def away(plan: SequencePlan, unmoved: SequencePlan) -> NDArray[np.bool_]:
         for name in ("start", "stop", "rank")
     )
     if same or plan.options.splits_units:
-        return plan.unit_owner != unmoved.unit_owner
+        gone: NDArray[np.bool_] = plan.unit_owner != unmoved.unit_owner
+        return gone
     size = plan.options.context_parallel_size
     found = np.zeros(len(plan.units), np.bool_)
     runs = plan.clean_runs
@@ -177,8 +178,8 @@ def paint(figure: Any, shown: Owners, title: str) -> None:
         Patch(facecolor=light, label="corrupted rows (lower half)"),
     ]
     if any(shown.moved):
-        look = {"facecolor": light, "edgecolor": "#000000", "hatch": "//////"}
-        handles.append(Patch(label="moved here for balance", linewidth=0, **look))
+        came: dict[str, Any] = {"facecolor": light, "edgecolor": "#000000", "hatch": "//////"}
+        handles.append(Patch(label="moved here for balance", linewidth=0, **came))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
 
 

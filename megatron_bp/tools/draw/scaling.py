@@ -100,8 +100,8 @@ def _looks(names: list[str], measured: set[str]) -> dict[str, dict[str, Any]]:
 
 
 def _ticks(values: list[float]) -> list[float]:
-    """1, 1.5, 2, 3, 5 and 7 times powers of ten within the values, stretched by a tenth."""
-    ladder = [step * 10.0**power for power in range(-3, 10) for step in (1, 1.5, 2, 3, 5, 7)]
+    """1, 1.5, 2, 3, 4, 5 and 7 times powers of ten within the values, stretched by a tenth."""
+    ladder = [step * 10.0**power for power in range(-3, 10) for step in (1, 1.5, 2, 3, 4, 5, 7)]
     low, high = min(values) / 1.1, max(values) * 1.1
     return [tick for tick in ladder if low <= tick <= high]
 
