@@ -10,10 +10,14 @@ from functools import partial
 from typing import Any
 
 from megatron_bp import cpu
+from megatron_bp.tools.dry_run.command import dry_run
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, build and train; `argv` defaults to the process's own command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--dry-run" in argv:
+        return dry_run(argv)
     if cpu.needed():
         cpu.install()
     from megatron.core import parallel_state
@@ -31,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     from megatron_bp.training.record import Recorder
     from megatron_bp.training.step import forward_step
 
-    args = arguments.parse(sys.argv[1:] if argv is None else argv)
+    args = arguments.parse(argv)
     prepare_megatron()
     saving.install(args)
     metrics = Metrics()
