@@ -20,13 +20,14 @@ from megatron_bp.arguments.refused import no
 from megatron_bp.arguments.self_conditioning import conditioning_refusal
 
 
-def refuse(args: Namespace, given: Collection[str] = ()) -> None:
+def refuse(args: Namespace, given: Collection[str] = (), files: bool = True) -> None:
     """Check what Megatron's own rules do not know of.
 
     Args:
         args: flags as parsed, with block_parallel_size and context_parallel_size (in this project's
             sense) resolved.
         given: names of the flags that were given.
+        files: whether the data must be there.
 
     Raises:
         RefusedError: with the reason.
@@ -40,7 +41,9 @@ def refuse(args: Namespace, given: Collection[str] = ()) -> None:
         refuse_ar(args, given)
     _model(args)
     _training(args)
-    _data(args, given)
+    _data(args)
+    if files:
+        _files(args, given)
 
 
 def _model(args: Namespace) -> None:
@@ -186,7 +189,7 @@ def _training(args: Namespace) -> None:
         no(f"--wandb-project {args.wandb_project} needs --wandb-exp-name")
 
 
-def _data(args: Namespace, given: Collection[str]) -> None:
+def _data(args: Namespace) -> None:
     if args.diffusion_block_size < 1:
         no(f"--diffusion-block-size {args.diffusion_block_size}: must be at least 1")
     if args.mask_token_id is None and args.objective != "ar":
@@ -237,6 +240,9 @@ def _data(args: Namespace, given: Collection[str]) -> None:
         no("--sft: Megatron's own fine-tuning averages means of micro-batches; not supported")
     if args.mock_data:
         no("--mock-data: there is no made-up data; prepare some with megatron_bp.tools.prepare")
+
+
+def _files(args: Namespace, given: Collection[str]) -> None:
     try:
         prefixes = data_prefixes(args)
     except ValueError as error:
