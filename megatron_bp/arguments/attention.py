@@ -3,7 +3,7 @@
 import argparse
 import os
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -74,12 +74,15 @@ def megatron_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(cp_comm_type=["p2p"])
 
 
-def refuse_attention(args: Namespace, given: Collection[str]) -> None:
+def refuse_attention(
+    args: Namespace, given: Collection[str], absent: Callable[[str], None] = no
+) -> None:
     """Check the flags above.
 
     Args:
         args: as for `rules.refuse`.
         given: flags that were given.
+        absent: as for `rules.refuse`.
 
     Raises:
         RefusedError: with the reason.
@@ -114,10 +117,13 @@ def refuse_attention(args: Namespace, given: Collection[str]) -> None:
         )
     try:
         ExchangeOptions("auto", args.clean_kv_rows, args.needed_rows_fraction)
+    except ValueError as error:
+        no(str(error))
+    try:
         if args.clean_kv_exchange == "te":
             te.collectives()
     except ValueError as error:
-        no(str(error))
+        absent(str(error))
     if args.recompute_keep_attention and args.recompute_granularity != "full":
         no(
             "--recompute-keep-attention: keeps attention's result where whole layers are "
