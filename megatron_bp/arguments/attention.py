@@ -171,6 +171,12 @@ def aligns_chunks(args: Namespace) -> bool:
     return mode == "CP" and args.bdlm_cp_comm_type == "clean_all_gather"
 
 
+def exchange_options(args: Namespace) -> ExchangeOptions:
+    """How K/V of other ranks come."""
+    mode = parallel_mode(args.block_parallel_size, args.bdlm_clean_shard_size)
+    return ExchangeOptions(_form(args, mode), args.clean_kv_rows, args.needed_rows_fraction)
+
+
 def attention_options(args: Namespace) -> AttentionOptions:
     """What the attention module needs, from Megatron's validated arguments.
 
@@ -178,12 +184,11 @@ def attention_options(args: Namespace) -> AttentionOptions:
         ValueError: the kernel cannot do what the run needs.
     """
     mode = parallel_mode(args.block_parallel_size, args.bdlm_clean_shard_size)
-    form = _form(args, mode)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernel = choose(args.attention_kernel, device, args.params_dtype, args.kv_channels)
     return AttentionOptions(
         kernel=kernel,
-        exchange=ExchangeOptions(form, args.clean_kv_rows, args.needed_rows_fraction),
+        exchange=exchange_options(args),
         over_heads=mode == "CP" and args.bdlm_cp_comm_type == "a2a",
         keep_gathered=args.keep_gathered_kv,
         keep_results=args.recompute_keep_attention,

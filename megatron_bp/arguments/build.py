@@ -30,22 +30,7 @@ def settings(
     """What a training step needs, from Megatron's validated arguments."""
     return StepSettings(
         attention=attention_options(args),
-        sequence=SequenceOptions(
-            block_size=args.diffusion_block_size,
-            block_parallel_size=args.block_parallel_size,
-            context_parallel_size=args.bdlm_clean_shard_size,
-            clean_relation=args.clean_relation,
-            own_relation=args.own_relation,
-            row_cost=_row_cost(args),
-            score_clean=args.ar_scored_tokens if args.ar_loss_weight > 0 else "none",
-            grid=args.block_grid,
-            response_end=args.response_end,
-            alignment=args.alignment,
-            copies=args.corrupted_copies,
-            window_anchor=args.window_anchor,
-            max_imbalance=args.max_imbalance,
-            align_chunks=aligns_chunks(args),
-        ),
+        sequence=sequence_options(args),
         objective=Objective(
             mask_token_id=args.mask_token_id,
             vocabulary=args.bdlm_vocabulary,
@@ -71,6 +56,26 @@ def settings(
         metrics=metrics,
         nonfinite=nonfinite,
         count_rows=args.num_experts is not None,
+    )
+
+
+def sequence_options(args: Namespace) -> SequenceOptions:
+    """How rows are planned, from Megatron's validated arguments."""
+    return SequenceOptions(
+        block_size=args.diffusion_block_size,
+        block_parallel_size=args.block_parallel_size,
+        context_parallel_size=args.bdlm_clean_shard_size,
+        clean_relation=args.clean_relation,
+        own_relation=args.own_relation,
+        row_cost=_row_cost(args),
+        score_clean=args.ar_scored_tokens if args.ar_loss_weight > 0 else "none",
+        grid=args.block_grid,
+        response_end=args.response_end,
+        alignment=args.alignment,
+        copies=args.corrupted_copies,
+        window_anchor=args.window_anchor,
+        max_imbalance=args.max_imbalance,
+        align_chunks=aligns_chunks(args),
     )
 
 

@@ -143,19 +143,7 @@ def resolve(
     Raises:
         ConfigError, RefusedError: bad input, before anything is started.
     """
-    parser = full_parser()
-    flags = join(argv, parser)
-    given = {token.split("=", 1)[0] for token in flags if token.startswith("--")}
-    for name, value in (DEFAULTS | (cpu.FLAGS if cpu.needed() else {})).items():
-        if name not in given:
-            flags += [name] if value is None else [name, value]
-    try:
-        flags += preset_flags(parser.parse_args(flags).objective, given)
-        args = parser.parse_args(flags)
-    except KeyError as error:  # a signal, say, that is none
-        raise RefusedError(f"{error.args[0]!r} is not a value of its flag; see --help") from error
-    if "--context-parallel-size" not in given:
-        args.context_parallel_size = args.block_parallel_size
+    flags, args, given = parsed(argv)
     refuse(args, given, absent)
     if world_size is not None:
         refuse_world(args, world_size)
@@ -179,6 +167,34 @@ def resolve(
     if args.on_nonfinite == "skip":
         flags += ["--no-check-for-nan-in-loss-and-grad"]  # it would stop; nonfinite.py guards
     return flags, args.seq_length, args.context_parallel_size
+
+
+def parsed(argv: list[str]) -> tuple[list[str], Namespace, set[str]]:
+    """(all flags, what they parse to, the options that were given) of our own command line.
+
+    Defaults and presets are in it, and the CP degree is in our sense. Nothing is refused yet but
+    what is no flag or no value of one.
+
+    Args:
+        argv: a config file or none, then flags.
+
+    Raises:
+        ConfigError, RefusedError: bad input.
+    """
+    parser = full_parser()
+    flags = join(argv, parser)
+    given = {token.split("=", 1)[0] for token in flags if token.startswith("--")}
+    for name, value in (DEFAULTS | (cpu.FLAGS if cpu.needed() else {})).items():
+        if name not in given:
+            flags += [name] if value is None else [name, value]
+    try:
+        flags += preset_flags(parser.parse_args(flags).objective, given)
+        args = parser.parse_args(flags)
+    except KeyError as error:  # a signal, say, that is none
+        raise RefusedError(f"{error.args[0]!r} is not a value of its flag; see --help") from error
+    if "--context-parallel-size" not in given:
+        args.context_parallel_size = args.block_parallel_size
+    return flags, args, given
 
 
 def preset_flags(objective: str, given: Collection[str]) -> list[str]:
