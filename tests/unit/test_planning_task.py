@@ -23,7 +23,7 @@ BASE = (
     "--make-vocab-size-divisible-by 16 --mask-token-id 249 --diffusion-block-size 8"
 )
 DENSE = Layer(Attention(4, 2, 8), Mlp(128))
-# Linear work of a row: 64 x 8 x (2 x 4 + 2 x 2) + 3 x 64 x 128 = 30,720 products, x 2 / (4 x 8 x 4).
+# A row: 64 x 8 x (2 x 4 + 2 x 2) + 3 x 64 x 128 = 30,720 products; x 2 / (4 x 8 x 4) pairs.
 WANT = Task(
     Shape("4 layers of 64", 64, 256, True, (DENSE,) * 4),
     SequenceOptions(8, row_cost=480),
@@ -119,8 +119,9 @@ def test_tasks(flags: str, want: dict[str, Any]) -> None:
 @pytest.mark.ranks
 def test_experts_windows_and_vocabularies() -> None:
     flags = (
-        "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-layer-freq ([0]*1+[1]*3) "
-        "--moe-shared-expert-intermediate-size 16 --window-size 15,0 --window-attn-skip-freq 2 "
+        "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+        "--moe-layer-freq ([0]*1+[1]*3) --moe-shared-expert-intermediate-size 16 "
+        "--window-size 15,0 --window-attn-skip-freq 2 "
         "--qk-layernorm --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 "
         "--sequence-parallel"
     )
