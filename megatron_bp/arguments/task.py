@@ -9,6 +9,7 @@ from argparse import Namespace
 
 from megatron_bp.arguments.attention import aligns_chunks, exchange_options
 from megatron_bp.arguments.build import moe_layers, sequence_options
+from megatron_bp.arguments.exchanged import split_of
 from megatron_bp.attention.core_attention import layer_window
 from megatron_bp.parallel.mode import parallel_mode
 from megatron_bp.planning.layout import Layout, Recompute
@@ -35,6 +36,7 @@ def task_of(args: Namespace) -> Task:
         global_batch=args.global_batch_size,
         precision=_precision(args),
         distributed_optimizer=args.use_distributed_optimizer,
+        scored=0.5 if args.scored_tokens == "corrupted" else 1.0,
     )
 
 
@@ -81,6 +83,8 @@ def layout_of(args: Namespace, gpus: int | None = None) -> Layout:
         aligned=aligns_chunks(args),
         recompute=_recompute(args),
         keep_attention=args.recompute_keep_attention,
+        keep_gathered=args.keep_gathered_kv,
+        split=split_of(args),
         micro_batch=args.micro_batch_size,
         micro_batches=args.global_batch_size // rows,
     )
@@ -102,6 +106,12 @@ def filled(args: Namespace) -> Namespace:
         out.moe_ffn_hidden_size = out.ffn_hidden_size
     if out.global_batch_size is None:
         out.global_batch_size = out.micro_batch_size * (getattr(out, "data_parallel_size", 0) or 1)
+    if not hasattr(out, "virtual_pipeline_model_parallel_size"):
+        size = out.num_layers_per_virtual_pipeline_stage
+        chunks = size and out.num_layers // out.pipeline_model_parallel_size // size
+        out.virtual_pipeline_model_parallel_size = (
+            out.num_virtual_stages_per_pipeline_rank or chunks
+        )
     if getattr(out, "recompute_activations", False):
         out.recompute_granularity = "selective"
     return out

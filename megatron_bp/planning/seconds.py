@@ -1,0 +1,191 @@
+"""What a step takes: counted work over rates, and what of communication nothing hides.
+
+A step is that of the slot rank and pipeline stage that take longest; all others wait for them in
+every layer. No latency, no launch of a kernel and no reading of data is in it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron_bp.planning.counts import RankCounts, SlotCounts
+from megatron_bp.planning.flops import BACKWARD_ATTENTION, Flops, flops
+from megatron_bp.planning.hardware import Gpu
+from megatron_bp.planning.layout import Layout
+from megatron_bp.planning.rates import Rates
+from megatron_bp.planning.shape import Attention
+from megatron_bp.planning.stages import stages
+from megatron_bp.planning.task import Task
+from megatron_bp.planning.traffic import DTYPES, Flow, attention_passes, in_words, traffic
+
+ONCE = ("gradients", "parameters")  # flows of a step, not of a micro-batch, by how they start
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A step's time by part.
+
+    Attributes:
+        products: rows times weights.
+        attention: visible pairs.
+        head: logits and their gradients.
+        exposed: communication that nothing hides, by flow.
+        optimizer: reading and writing its numbers.
+        bubble: what a pipeline stage waits at both ends of a step.
+        tokens: clean tokens of a step, each counted once.
+    """
+
+    products: float
+    attention: float
+    head: float
+    exposed: dict[str, float] = field(default_factory=dict)
+    optimizer: float = 0.0
+    bubble: float = 0.0
+    tokens: int = 0
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        work = self.products + self.attention + self.head + self.optimizer
+        return work + sum(self.exposed.values()) + self.bubble
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.tokens / self.total
+
+
+def seconds(
+    task: Task, layout: Layout, counts: SlotCounts, gpu: Gpu, gpus_per_node: int, rates: Rates
+) -> Seconds:
+    """The time of a step.
+
+    Args:
+        task: the model.
+        layout: how GPUs share it.
+        counts: of a micro-batch, under this layout.
+        gpu: what computes.
+        gpus_per_node: ranks of a node, which follow each other.
+        rates: parts of the data sheet's numbers that are reached.
+    """
+    peak = gpu.peak(task.precision.model)
+    found = []
+    for stage, rank in worst(task, layout, counts):
+        work = flops(task, layout, counts, stage, rank)
+        flows = traffic(task, layout, counts, stage, rank)
+        took = _of(task, layout, work, peak, rates)
+        exposed = _exposed(flows, gpu, gpus_per_node, rates)
+        exposed |= _keys(task, layout, counts, stage, rank, gpu, gpus_per_node, rates)
+        often = sum(s for name, s in exposed.items() if not name.startswith(ONCE))
+        # The bubble: the other stages' part of one micro-batch, or of one of its chunks.
+        micro = (sum(took.values()) + often) / layout.micro_batches
+        found.append(
+            Seconds(
+                **took,
+                exposed=exposed,
+                optimizer=_optimizer(task, layout, gpu),
+                bubble=micro * (layout.pp - 1) / layout.split.chunks,
+                tokens=task.length * task.global_batch,
+            )
+        )
+    return max(found, key=lambda one: one.total)
+
+
+def worst(task: Task, layout: Layout, counts: SlotCounts) -> Iterator[tuple[int, int]]:
+    """(stage, slot rank) among which is the one that takes longest, and needs most memory."""
+    dealt = stages(task.shape, layout)
+    unlike = {
+        (layers, n == 0, n == layout.pp - 1): n for n, layers in reversed([*enumerate(dealt)])
+    }
+    ranks = range(layout.slot)
+    chosen = {max(ranks, key=lambda r: counts.ranks[r].rows)}
+    for window in counts.ranks[0].pairs:
+        chosen.add(max(ranks, key=lambda r: counts.ranks[r].pairs[window]))
+    for stage in sorted(unlike.values()):
+        yield from ((stage, rank) for rank in sorted(chosen))
+
+
+def _of(task: Task, layout: Layout, work: Flops, peak: float, rates: Rates) -> dict[str, float]:
+    """Seconds of a step by what is computed."""
+    return {
+        "products": layout.micro_batches * work.products.total / (peak * rates.products),
+        "attention": layout.micro_batches * work.attention.total / (peak * rates.attention),
+        "head": layout.micro_batches * work.head.total / (peak * rates.products),
+    }
+
+
+def _exposed(
+    flows: tuple[Flow, ...], gpu: Gpu, gpus_per_node: int, rates: Rates
+) -> dict[str, float]:
+    """Seconds of a step of flows that nothing hides: all but K/V."""
+    out: Counter[str] = Counter()
+    for flow in flows:
+        if flow.name != "K/V":
+            out[flow.name] += flow.bytes / (gpu.link(flow.span, gpus_per_node) * rates.link)
+    return dict(out)
+
+
+def _keys(
+    task: Task,
+    layout: Layout,
+    counts: SlotCounts,
+    stage: int,
+    rank: int,
+    gpu: Gpu,
+    gpus_per_node: int,
+    rates: Rates,
+) -> dict[str, float]:
+    """Seconds of a step in which attention waits for K/V of others or for their gradients."""
+    if layout.cp == 1 or layout.over_heads:
+        return {}
+    layers = stages(task.shape, layout)[stage]
+    link = gpu.link(layout.cp * layout.tp, gpus_per_node) * rates.link
+    rate = gpu.peak(task.precision.model) * rates.attention
+    out = {}
+    for attention, number in Counter(x.attention for x in layers if x.attention).items():
+        waits = waited(task, layout, counts.ranks[rank], attention, link, rate)
+        out[f"K/V of {in_words(number, attention)}"] = number * waits * layout.micro_batches
+    return out
+
+
+def waited(
+    task: Task, layout: Layout, mine: RankCounts, attention: Attention, link: float, rate: float
+) -> float:
+    """Seconds that one layer and micro-batch wait for K/V, all passes.
+
+    What arrives travels beside the part of attention that needs no keys of others: in the forward
+    all of it; in the backward what is fetched beside own corrupted rows, and gradients beside own
+    clean ones. Of a ring, or of arrivals in chunks, all attention hides what is still to come.
+
+    Args:
+        task: its precision, and the block size.
+        layout: recomputation, and the form of exchange.
+        mine: counts of the rank.
+        attention: of the layer.
+        link: bytes a second.
+        rate: FLOPs a second of attention.
+    """
+    window = attention.window
+    row = 2 * max(1, attention.key_heads // layout.tp) * attention.head_dim
+    pair = 4 * attention.query_heads * attention.head_dim / layout.tp / rate
+    sent, dtype = mine.sent[window], DTYPES[task.precision.model]
+    fetch, give = sent.bytes(row, dtype, 1, 0) / link, sent.bytes(row, dtype, 0, 1) / link
+    beside = mine.local_pairs[window]
+    own = min(beside, mine.corrupted * task.sequence.block_size)
+    if sent.form == "ring" or layout.exchange.most_rows is not None:
+        beside, own = mine.pairs[window], mine.pairs[window] // 2
+    forward = max(0.0, fetch - beside * pair)
+    back = max(0.0, give - BACKWARD_ATTENTION * (beside - own) * pair)
+    fetches, _ = attention_passes(layout)
+    if layout.recompute != "none":  # the recomputed forward fetches, and keeps it for the backward
+        return fetches * forward + back
+    again = max(0.0, fetch - BACKWARD_ATTENTION * own * pair)
+    return forward + (fetches - 1) * again + back
+
+
+def _optimizer(task: Task, layout: Layout, gpu: Gpu) -> float:
+    """Seconds in which its numbers are read and written, gradients read and weights written."""
+    shared = layout.dp * layout.slot if task.distributed_optimizer else layout.ep
+    own = task.shape.parameters / (layout.tp * layout.pp * shared)
+    precision = task.precision
+    return own * (2 * precision.optimizer + precision.gradient + precision.model) / gpu.hbm
