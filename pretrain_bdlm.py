@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     from megatron_bp import arguments
     from megatron_bp.batch.chat_report import chat_report
     from megatron_bp.batch.dataset import build_datasets
+    from megatron_bp.tools.report.run import reported
     from megatron_bp.training import ar, saving, start
     from megatron_bp.training.conversion import ConversionError
     from megatron_bp.training.host import prepare_megatron
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         return built
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own
-    with saving.errors_told(args):
+    with saving.errors_told(args), reported(args):
         try:
             pretrain(
                 pretrain_cfg_container_from_args(args, arguments.model_config(args)),

@@ -16,6 +16,7 @@ from megatron_bp.model.config import BDLMModelConfig
 from megatron_bp.model.moe import BALANCE_LOSSES, Z_LOSS
 from megatron_bp.model.reference import reference_model
 from megatron_bp.sequence.plan import SequenceOptions
+from megatron_bp.training import journal
 from megatron_bp.training.ar import ArSettings
 from megatron_bp.training.auxiliary import Auxiliary
 from megatron_bp.training.conversion import Conversion
@@ -115,7 +116,7 @@ def conversion(args: Namespace, run: NewRun | None, settings: StepSettings) -> C
         return None
     if args.check_conversion == "off":
         if args.rank == 0:
-            print("megatron_bp: the conversion is not checked (--check-conversion off)", flush=True)
+            journal.warn("the conversion is not checked (--check-conversion off)")
         return None
 
     def reference(wide: bool) -> list[Any]:
@@ -129,7 +130,7 @@ def conversion(args: Namespace, run: NewRun | None, settings: StepSettings) -> C
 def nonfinite(args: Namespace) -> NonFinite:
     """The watch over losses; its files go to the --save folder."""
     folder = Path(args.save) if args.save else None
-    return NonFinite(args.on_nonfinite, folder, lambda: _iteration(args) + 1)
+    return NonFinite(args.on_nonfinite, folder, lambda: steps_done(args) + 1)
 
 
 def auxiliary(args: Namespace) -> Auxiliary | None:
@@ -147,6 +148,11 @@ def auxiliary(args: Namespace) -> Auxiliary | None:
     if args.moe_z_loss_coeff is not None:
         losses["moe_z_loss"] = Z_LOSS
     return Auxiliary(losses, tuple(moe_layers(args)))
+
+
+def steps_done(args: Namespace) -> int:
+    """Steps done; an evaluation alone (--skip-train) has only the checkpoint's."""
+    return int(getattr(args, "curr_iteration", getattr(args, "iteration", 0)))
 
 
 def metrics_path(args: Namespace) -> Path | None:
@@ -237,8 +243,3 @@ def moe_layers(args: Namespace) -> list[bool]:
     if isinstance(args.moe_layer_freq, int):
         return [layer % args.moe_layer_freq == 0 for layer in range(args.num_layers)]
     return [bool(layer) for layer in args.moe_layer_freq]
-
-
-def _iteration(args: Namespace) -> int:
-    """Steps done; an evaluation alone (--skip-train) has only the checkpoint's."""
-    return int(getattr(args, "curr_iteration", getattr(args, "iteration", 0)))

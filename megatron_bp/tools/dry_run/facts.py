@@ -10,13 +10,9 @@ from typing import Any
 
 from megatron_bp.arguments.resolved import derived
 from megatron_bp.arguments.task import layout_of, task_of
-from megatron_bp.planning import rates
-from megatron_bp.planning.counts import SlotCounts, count, full_rows, options_of
 from megatron_bp.planning.layout import Layout
-from megatron_bp.planning.memory import memory
+from megatron_bp.planning.step import Gpu, counted, most_memory, most_traffic
 from megatron_bp.planning.task import Task
-from megatron_bp.planning.traffic import traffic
-from megatron_bp.sequence.plan import make_plan
 from megatron_bp.tools.dry_run.meta import Parameter, models
 
 REPEATED = re.compile(r"(?<=layers\.)\d+|(?<=local_experts\.)\d+")
@@ -35,28 +31,41 @@ def gather(args: Namespace) -> dict[str, Any]:
     }
     if args.objective == "ar":
         return found
-    task, layout = task_of(args), layout_of(args)
-    planned = task.shape.parameters
-    if args.self_conditioning > 0:  # a module of its own, which the planner's shape has not
-        planned += found["derived"]["self_conditioning_parameters"]
-    found["parameters"]["planned"] = planned
-    return found | planned_step(task, layout)
+    task = task_of(args)
+    found["parameters"]["planned"] = parameters_of(args, task)
+    return found | planned(task, layout_of(args))
 
 
-def planned_step(task: Task, layout: Layout) -> dict[str, Any]:
-    """Rows, bytes and memory: of each slot rank, and of the GPU that sends or holds most."""
-    sample = full_rows(task.length, layout.micro_batch)
-    plan = make_plan(sample, options_of(task.sequence, layout))
-    windows = {layer.attention.window for layer in task.shape.layers if layer.attention is not None}
-    counts = count(plan, layout, windows)
+def parameters_of(args: Namespace, task: Task) -> int:
+    """The planner's count; the module for self-conditioning is no part of a shape, and is added."""
+    width = args.self_conditioning_width if args.self_conditioning > 0 else None
+    return task.shape.parameters + (0 if width is None else (3 * width + 1) * args.hidden_size)
+
+
+def planned(task: Task, layout: Layout) -> dict[str, Any]:
+    """Rows of each slot rank, and what the GPU sends that sends most, and holds that holds most."""
+    counts = counted(task, layout)
+    sender, flows = most_traffic(task, layout, counts)
+    holder, held = most_memory(task, layout, counts)
+    parts = {name: round(part) for name, part in held.parts.items()}
     return {
         "rows": [
             {"clean": r.clean, "corrupted": r.corrupted, "pairs": sum(r.pairs.values())}
             for r in counts.ranks
         ],
-        "traffic": _traffic(task, layout, counts),
-        "memory": _memory(task, layout, counts),
+        "traffic": _of(sender)
+        | {
+            "flows": [
+                {"what": f.name, "of": f.layers, "ranks": f.ranks, "bytes": round(f.bytes)}
+                for f in flows
+            ]
+        },
+        "memory": _of(holder) | {"parts": parts, "total": sum(parts.values())},
     }
+
+
+def _of(gpu: Gpu) -> dict[str, Any]:
+    return {"stage": gpu[0], "slot_rank": gpu[1]}
 
 
 def fold(parameters: Sequence[Parameter]) -> list[dict[str, Any]]:
@@ -105,31 +114,3 @@ def _parameters(args: Namespace, stages: list[list[Parameter]]) -> dict[str, Any
             {"of_a_rank": sum(p.numel for p in stage), "shapes": fold(stage)} for stage in stages
         ],
     }
-
-
-def _traffic(task: Task, layout: Layout, counts: SlotCounts) -> dict[str, Any]:
-    """Of the GPU that sends most in a step."""
-    every = {
-        (stage, rank): traffic(task, layout, counts, stage, rank)
-        for stage in range(layout.pp)
-        for rank in range(layout.slot)
-    }
-    stage, rank = max(every, key=lambda at: sum(flow.bytes for flow in every[at]))
-    flows = [
-        {"what": f.name, "of": f.layers, "ranks": f.ranks, "bytes": round(f.bytes)}
-        for f in every[stage, rank]
-    ]
-    return {"stage": stage, "slot_rank": rank, "flows": flows}
-
-
-def _memory(task: Task, layout: Layout, counts: SlotCounts) -> dict[str, Any]:
-    """Of the GPU that holds most."""
-    _, uncounted = rates.read()
-    every = {
-        (stage, rank): memory(task, layout, counts, stage, rank, uncounted)
-        for stage in range(layout.pp)
-        for rank in range(layout.slot)
-    }
-    stage, rank = max(every, key=lambda at: every[at].total)
-    parts = {name: round(part) for name, part in every[stage, rank].parts.items()}
-    return {"stage": stage, "slot_rank": rank, "parts": parts, "total": sum(parts.values())}

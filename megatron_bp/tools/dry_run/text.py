@@ -1,6 +1,6 @@
 """What a dry run tells, in words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -12,7 +12,9 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"Dry run of {facts['config']} on {facts['ranks']} ranks ({facts['ranks_from']})"
     yield ""
     yield "Given"
-    yield from (f"  {line}" for line in yaml.safe_dump(facts["given"], sort_keys=False).splitlines())
+    yield from (
+        f"  {line}" for line in yaml.safe_dump(facts["given"], sort_keys=False).splitlines()
+    )
     yield ""
     yield f"Mode: {derived['mode']}"
     sharing = ", sequence parallel" if degrees["sequence_parallel"] else ""
@@ -97,7 +99,7 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _table(rows: list[tuple[str, ...]], indent: int = 2) -> Iterator[str]:
+def _table(rows: Sequence[Sequence[str]], indent: int = 2) -> Iterator[str]:
     """Columns as wide as they must be; the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
