@@ -61,9 +61,7 @@ def by_mode(sample: Sample, ranks: int, block_size: int, row_cost: int) -> list[
         options = SequenceOptions(block_size, bp, cp, row_cost=row_cost)
         found.append(parts(make_plan(sample, options), mode))
         if mode == "CSBP":
-            options = SequenceOptions(
-                block_size, bp, cp, row_cost=row_cost, max_imbalance=math.inf
-            )
+            options = SequenceOptions(block_size, bp, cp, row_cost=row_cost, max_imbalance=math.inf)
             found.append(parts(make_plan(sample, options), "CSBP, no moves"))
     return found
 

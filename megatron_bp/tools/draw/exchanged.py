@@ -119,7 +119,9 @@ def paint(figure: Any, panels: dict[str, list[FormBytes]], title: str) -> None:
     grid = figure.subplots(1, len(panels), sharey=True, sharex=True, squeeze=False)[0]
     first = next(iter(panels.values()))
     windows = tuple(first[0].sent)
-    unit = _unit(max(int(s.max()) for forms in panels.values() for f in forms for s in f.sent.values()))
+    unit = _unit(
+        max(int(s.max()) for forms in panels.values() for f in forms for s in f.sent.values())
+    )
     height = 0.8 / len(windows)
     for axes, (row, forms) in zip(grid, panels.items(), strict=True):
         most_of_all = 0.0
@@ -130,13 +132,23 @@ def paint(figure: Any, panels: dict[str, list[FormBytes]], title: str) -> None:
             name = "no window" if window is None else f"window of {picture.tokens(window)} tokens"
             axes.barh(at, most, height, label=name, linewidth=0.5, **_LOOKS[k % 2])
             axes.plot(
-                mean, at, linestyle="", marker="|", markersize=8, color="#000000", markeredgewidth=1.4,
+                mean,
+                at,
+                linestyle="",
+                marker="|",
+                markersize=8,
+                color="#000000",
+                markeredgewidth=1.4,
                 label="mean of ranks" if k == len(windows) - 1 else None,
             )
             for place, value in zip(at, most, strict=True):
                 axes.annotate(
-                    _told(value), (value, place), (3, 0), textcoords="offset points",
-                    va="center", fontsize=8,
+                    _told(value),
+                    (value, place),
+                    (3, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=8,
                 )
             most_of_all = max(most_of_all, *most)
         axes.set_title(row)
@@ -177,8 +189,9 @@ def title_of(panels: dict[str, list[FormBytes]]) -> str:
         }
         share = best["CSBP"] / max(1, best["CP, a"])
         parts.append(f"{share:.0%} of it ({row})")
-    return "Bytes a layer and rank: CSBP's best form sends, of CP's by all_gather or a2a,\n" + ", ".join(
-        parts
+    return (
+        "Bytes a layer and rank: CSBP's best form sends, of CP's by all_gather or a2a,\n"
+        + ", ".join(parts)
     )
 
 

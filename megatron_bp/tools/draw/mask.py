@@ -48,9 +48,7 @@ class Mask:
     step: int
 
 
-def mask(
-    plan: SequencePlan, sample: Sample, window: int | None = None, most: int = 360
-) -> Mask:
+def mask(plan: SequencePlan, sample: Sample, window: int | None = None, most: int = 360) -> Mask:
     """The mask of a packed row, all ranks together.
 
     Args:

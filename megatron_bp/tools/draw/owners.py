@@ -131,7 +131,12 @@ def paint(figure: Any, shown: Owners, title: str) -> None:
             bars = [(start, stop - start) for start, stop in held]
             axes.broken_barh(bars, (rank + at, 0.4), **{"linewidth": 0, **look})
         axes.text(
-            length * 1.01, rank + 0.4, f"{shown.loads[rank]:.2f}", va="center", ha="left", fontsize=8
+            length * 1.01,
+            rank + 0.4,
+            f"{shown.loads[rank]:.2f}",
+            va="center",
+            ha="left",
+            fontsize=8,
         )
     axes.text(length * 1.01, -0.75, "work / mean", va="center", ha="left", fontsize=8)
     axes.set(xlim=(0, length), ylim=(ranks, -1.1), xlabel="position in the packed row, tokens")

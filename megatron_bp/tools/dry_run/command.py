@@ -7,6 +7,7 @@ started; nothing is written but what --dry-run-json asks for.
 import contextlib
 import io
 import json
+import logging
 import math
 import os
 import sys
@@ -24,8 +25,9 @@ def dry_run(argv: list[str]) -> None:
         return  # the first rank speaks for all
     given = os.environ.get("WORLD_SIZE")
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "RANK": "0", "WORLD_SIZE": "1"}
+    logging.disable(logging.WARNING)  # of GPUs and their packages; the process does nothing else
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")  # of packages that only GPUs need
+        warnings.simplefilter("ignore")
         cpu.install()
         from megatron_bp import arguments
     try:

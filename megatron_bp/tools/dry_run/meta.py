@@ -4,10 +4,11 @@ One process stands for one rank of the job: its process groups are torch's fake 
 size and send nothing.
 """
 
+import contextlib
+import io
 import math
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,7 @@ def models(args: Namespace) -> list[list[Parameter]]:
     return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def _one_of(args: Namespace, rank: int, world: int) -> Iterator[None]:
     """Megatron's parallel state of one rank, without the others."""
     from megatron.core import parallel_state
@@ -100,7 +101,7 @@ def _build(args: Namespace) -> list[Any]:
     # Of Transformer Engine's norms; the local ones, which stand in for them, have the same shapes.
     config.transformer.layernorm_zero_centered_gamma = False
     config.finalize()
-    with torch.device("meta"):
+    with torch.device("meta"), contextlib.redirect_stdout(io.StringIO()):  # it prints a count
         chunks: list[Any] = config.get_builder_cls()(config).build_distributed_models(
             groups,
             None,

@@ -1,6 +1,6 @@
 """What a dry run tells, in words."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -23,7 +23,7 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
         f"  TP {degrees['tp']} x PP {degrees['pp']} x DP {degrees['dp']} x slot {degrees['slot']} "
         f"(BP {degrees['bp']}, CP {degrees['cp']}){sharing}{experts}"
     )
-    yield from _table([(k.replace("_", " "), _number(v)) for k, v in _of_run(derived).items()])
+    yield from _pairs((k.replace("_", " "), _number(v)) for k, v in _of_run(derived).items())
     yield ""
     yield from _parameters(facts["parameters"])
     if "rows" in facts:
@@ -74,12 +74,12 @@ def _planned(facts: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield f"Sent in a step by {_gpu(sent)}, which sends most"
-    flows = [(_flow(f), f"{f['bytes']:,} bytes", _gib(f["bytes"])) for f in sent["flows"]]
+    flows = [(_flow(f), f"{f['bytes']:,} bytes", _size(f["bytes"])) for f in sent["flows"]]
     yield from _table(flows or [("nothing", "", "")])
     yield ""
     yield f"Memory of {_gpu(memory)}, which holds most, at its peak; estimated"
-    parts = [(name, _gib(size)) for name, size in memory["parts"].items() if size]
-    yield from _table([*parts, ("all", _gib(memory["total"]))])
+    parts = [(name, _size(size)) for name, size in memory["parts"].items() if size]
+    yield from _table([*parts, ("all", _size(memory["total"]))])
 
 
 def _gpu(found: dict[str, Any]) -> str:
@@ -91,12 +91,20 @@ def _flow(flow: dict[str, Any]) -> str:
     return f"{flow['what']}{of} among {flow['ranks']}"
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.3f} GiB"
+def _size(size: int) -> str:
+    unit, power = ("GiB", 30) if size >= 1 << 30 else ("MiB", 20)
+    return f"{size / 2**power:,.3f} {unit}"
 
 
 def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Names and values, both to the left."""
+    every = list(rows)
+    width = max(len(name) for name, _ in every)
+    yield from (f"  {name:<{width}}  {value}" for name, value in every)
 
 
 def _table(rows: Sequence[Sequence[str]], indent: int = 2) -> Iterator[str]:

@@ -63,6 +63,13 @@ def of_kind(rows: Sequence[Row], *kinds: str) -> list[Row]:
     return [row for row in rows if row["kind"] in kinds]
 
 
+def evaluations(rows: Sequence[Row]) -> list[Row]:
+    """The evaluations; of several of one split at one step the last, as after the last step."""
+    return list(
+        {(r["iteration"], r["kind"]): r for r in of_kind(rows, "validation", "test")}.values()
+    )
+
+
 def spread(steps: Sequence[Row], name: str) -> Spread | None:
     """Of a field over steps; None if no step has it."""
     values = sorted(row[name] for row in steps if row.get(name) is not None)

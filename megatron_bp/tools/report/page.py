@@ -43,7 +43,7 @@ def page(record: Record, picture: str | None = None) -> str:
         picture: of the losses, a file beside the report; None for none.
     """
     steps = numbers.of_kind(record.rows, "train")
-    evaluations = numbers.of_kind(record.rows, "validation", "test")
+    evaluations = numbers.evaluations(record.rows)
     sessions = numbers.sessions(record.journal)
     parts: list[tuple[str, Iterator[str]]] = [
         ("", _head(record, steps, sessions)),
@@ -162,7 +162,7 @@ def _memory(record: Record, steps: Sequence[Row]) -> Iterator[str]:
     peak = max((row["memory_bytes"] for row in steps), default=None)
     predicted = record.start.get("predicted", {}).get("memory_bytes")
     of = "GPU" if record.start.get("device") == "cuda" else "process (its resident set)"
-    yield from _against(f"peak of the {of} that holds most", peak, predicted, words.gib)
+    yield from _against(f"peak of the {of} that holds most", peak, predicted, words.in_bytes)
 
 
 def _traffic(record: Record, steps: Sequence[Row]) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _traffic(record: Record, steps: Sequence[Row]) -> Iterator[str]:
     predicted = record.start.get("predicted", {}).get("attention_bytes")
     counted = None if sent is None else sent.middle
     yield from _against(
-        "sent in attention in a step, all ranks, median", counted, predicted, words.gib
+        "sent in attention in a step, all ranks, median", counted, predicted, words.in_bytes
     )
     yield ""
     yield "Predicted for rows that are one document of full length each; packed rows send less."

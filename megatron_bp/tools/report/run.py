@@ -38,11 +38,9 @@ def reported(args: Namespace) -> Iterator[None]:
     writes = args.rank == args.world_size - 1  # as the metrics
     if writes:
         journal.note("start", **started(args))
-    how = "all steps are done"
+    how = "it came to its end"
     try:
         yield
-        if arguments.steps_done(args) < (args.train_iters or 0):
-            how = "it stopped before its last step"
     except SystemExit as end:
         how = "it was told to stop" if not end.code else f"it ended with status {end.code}"
         raise
@@ -62,7 +60,7 @@ def started(args: Namespace) -> dict[str, Any]:
     facts = {
         "train_iters": args.train_iters,
         "ranks": args.world_size,
-        "hosts": f"{args.world_size // local if local else 1}, this one {platform.node()}",
+        "hosts": f"{args.world_size // local if local else 1} (this one: {platform.node()})",
         "machine": name_of(torch.device(device)),
         "device": device,
         "versions": {

@@ -37,9 +37,10 @@ def short(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def gib(size: float) -> str:
+def in_bytes(size: float) -> str:
     """Of bytes."""
-    return f"{size / 2**30:,.3f} GiB ({size:,.0f} bytes)"
+    unit, power = ("GiB", 30) if size >= 1 << 30 else ("MiB", 20)
+    return f"{size / 2**power:,.3f} {unit} ({size:,.0f} bytes)"
 
 
 def time(seconds: float) -> str:
