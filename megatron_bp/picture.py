@@ -74,6 +74,15 @@ def of_rank(rank: int) -> str:
     return COLOURS[rank % len(COLOURS)]
 
 
+def look(number: int) -> dict[str, str]:
+    """Colour, line style and marker of a line, each its own for the first four."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": LINES[number % len(LINES)],
+        "marker": MARKERS[number % len(MARKERS)],
+    }
+
+
 @contextmanager
 def style() -> Iterator[None]:
     """Everything that is drawn and saved inside looks as it should."""

@@ -1,7 +1,7 @@
 """Planned work of each rank of a packed row, mode by mode: its clean and its corrupted part."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,28 @@ def parts(plan: SequencePlan, mode: str) -> ModeCost:
     return ModeCost(mode, of_clean, plan.cost - of_clean)
 
 
-def by_mode(sample: Sample, ranks: int, block_size: int, row_cost: int) -> list[ModeCost]:
-    """All modes that so many ranks can work in, and CSBP without any move."""
+def by_mode(sample: Sample, ranks: int, options: SequenceOptions) -> list[ModeCost]:
+    """All modes that so many ranks can work in, and CSBP without any move.
+
+    Args:
+        sample: the packed row.
+        ranks: of the slot, 2 or more.
+        options: their degrees are not looked at.
+    """
     found = []
     for mode, (bp, cp) in degrees(ranks).items():
-        options = SequenceOptions(block_size, bp, cp, row_cost=row_cost)
-        found.append(parts(make_plan(sample, options), mode))
+        own = replace(options, block_parallel_size=bp, context_parallel_size=cp, align_chunks=False)
+        found.append(parts(make_plan(sample, own), mode))
         if mode == "CSBP":
-            options = SequenceOptions(block_size, bp, cp, row_cost=row_cost, max_imbalance=math.inf)
-            found.append(parts(make_plan(sample, options), "CSBP, no moves"))
+            unmoved = replace(own, max_imbalance=math.inf)
+            found.append(parts(make_plan(sample, unmoved), "CSBP, no moves"))
     return found
+
+
+def of_one(sample: Sample, options: SequenceOptions) -> int:
+    """Work of a single rank that has the whole row."""
+    single = replace(options, block_parallel_size=1, context_parallel_size=1, align_chunks=False)
+    return int(make_plan(sample, single).cost.sum())
 
 
 def paint(figure: Any, modes: list[ModeCost], one: int, title: str) -> None:
@@ -121,12 +133,9 @@ def title_of(modes: list[ModeCost], one: int, sample: Sample) -> str:
     )
 
 
-def draw(
-    sample: Sample, ranks: int, block_size: int, row_cost: int, prefix: str | Path
-) -> list[Path]:
+def draw(sample: Sample, ranks: int, options: SequenceOptions, prefix: str | Path) -> list[Path]:
     """PREFIX.png and PREFIX.svg of all modes of so many ranks."""
-    modes = by_mode(sample, ranks, block_size, row_cost)
-    one = int(make_plan(sample, SequenceOptions(block_size, row_cost=row_cost)).cost.sum())
+    modes, one = by_mode(sample, ranks, options), of_one(sample, options)
     with picture.drawn(prefix, 1.3 + 1.9 * -(-len(modes) // 3)) as figure:
         paint(figure, modes, one, title_of(modes, one, sample))
     return picture.files(prefix)

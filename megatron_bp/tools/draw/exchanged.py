@@ -41,8 +41,8 @@ class FormBytes:
     sent: dict[int | None, NDArray[np.int64]]
 
 
-def layouts(ranks: int, attention: Attention) -> dict[str, Layout]:
-    """The modes and forms that so many ranks can work in, by name."""
+def layouts(ranks: int, attention: Attention, tp: int = 1) -> dict[str, Layout]:
+    """The modes and forms that so many ranks can work in, by name; 2 ranks or more."""
     found = {}
     forms: tuple[Form, ...] = ("all_gather", "needed_rows", "ring")
     inner = next((c for c in range(ranks - 1, 1, -1) if ranks % c == 0), None)
@@ -54,11 +54,12 @@ def layouts(ranks: int, attention: Attention) -> dict[str, Layout]:
     gather, ring = ExchangeOptions("all_gather"), ExchangeOptions("ring")
     found["CP, all_gather"] = Layout(cp=ranks, exchange=gather)
     found["CP, p2p"] = Layout(cp=ranks, exchange=ring)
-    queries, keys = attention.query_heads, attention.key_heads
+    queries, keys = attention.query_heads // tp, max(1, attention.key_heads // tp)
     if queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0):
         found["CP, a2a"] = Layout(cp=ranks, over_heads=True)
     found["CP, clean_all_gather"] = Layout(cp=ranks, exchange=gather, aligned=True)
-    return found | {"BP": Layout(bp=ranks)}
+    found["BP"] = Layout(bp=ranks)
+    return {name: replace(layout, tp=tp) for name, layout in found.items()}
 
 
 def of_form(
@@ -156,7 +157,7 @@ def paint(figure: Any, panels: dict[str, list[FormBytes]], title: str) -> None:
         axes.grid(axis="x")
         axes.set_xlim(0, max(axes.get_xlim()[1], most_of_all * 1.2))
     grid[0].set_yticks(range(len(first)), [form.name for form in first])
-    grid[0].invert_yaxis()
+    grid[0].set_ylim(len(first) - 0.4, -0.6)
     figure.suptitle(title)
     handles, labels = grid[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
@@ -177,21 +178,23 @@ def _told(value: float) -> str:
 
 
 def title_of(panels: dict[str, list[FormBytes]]) -> str:
-    """What the picture tells: what CSBP saves against CP in the best form of each."""
-    parts = []
+    """What the picture tells: the best form of CSBP against the best of CP."""
+    most = max(int(s.max()) for forms in panels.values() for f in forms for s in f.sent.values())
+    size, name = _unit(most)
+    found = []
     for row, forms in panels.items():
-        best = {
-            mode: min(
-                (int(f.sent[next(iter(f.sent))].max()) for f in forms if f.name.startswith(mode)),
-                default=0,
-            )
-            for mode in ("CSBP", "CP, a")
-        }
-        share = best["CSBP"] / max(1, best["CP, a"])
-        parts.append(f"{share:.0%} of it ({row})")
+        csbp, cp = (
+            min(int(next(iter(f.sent.values())).max()) for f in forms if f.name.startswith(mode))
+            for mode in ("CSBP,", "CP,")
+        )
+        found.append(
+            f"{_told(csbp / size)} and {_told(cp / size)} {name} ({row.split(' in ')[-1]})"
+        )
+    window = next(iter(next(iter(panels.values()))[0].sent))
+    layers = "without a window" if window is None else f"with a window of {window:,}"
     return (
-        "Bytes a layer and rank: CSBP's best form sends, of CP's by all_gather or a2a,\n"
-        + ", ".join(parts)
+        f"What a rank sends in a layer {layers}, in the best form of CSBP and of CP:\n"
+        + ", ".join(found)
     )
 
 

@@ -182,7 +182,8 @@ def _strip(axes: Any, shown: Mask, of_rows: bool, strip: float, gap: float) -> N
         look = {"facecolor": "#FFFFFF", "edgecolor": "#808080", "hatch": "xxxx", "linewidth": 0.3}
         if rank >= 0:
             look = {"facecolor": picture.of_rank(rank), "edgecolor": "#FFFFFF", "linewidth": 0.3}
-        corner, size = (start, -gap - strip), (stop - start, strip)
+        corner: tuple[float, float] = (start, -gap - strip)
+        size: tuple[float, float] = (stop - start, strip)
         if of_rows:
             corner, size = corner[::-1], size[::-1]
         axes.add_patch(Rectangle(corner, *size, **look))
@@ -227,10 +228,10 @@ def _legend(shown: Mask) -> list[Any]:
 
     grey, light = "#606060", "#D8D8D8"
     kinds = [
-        (CLEAN, "clean key that the row's rank holds", {"facecolor": grey}),
-        (OWN, "corrupted key of the row's own unit", {"facecolor": grey}),
-        (REMOTE, "clean key of another rank: sent", _hatched(light, grey)),
-        (REMOTE_OWN, "corrupted key of another rank: sent", _hatched(light, grey)),
+        (CLEAN, "clean key, held by the row's rank", {"facecolor": grey}),
+        (OWN, "corrupted key, held by the row's rank", {"facecolor": grey}),
+        (REMOTE, "clean key of another rank", _hatched(light, grey)),
+        (REMOTE_OWN, "corrupted key of another rank", _hatched(light, grey)),
     ]
     there = [(text, look) for kind, text, look in kinds if (shown.cells == kind).any()]
     if (shown.cells == CLEAN).any() and (shown.cells == OWN).any():
@@ -238,12 +239,12 @@ def _legend(shown: Mask) -> list[Any]:
         there = [held, *(pair for pair in there if pair[1] != held[1])]
     there.append(("not seen", {"facecolor": "#FFFFFF", "edgecolor": "#808080"}))
     if (shown.owner < 0).any():
-        text = "computed by no rank: no block sees it"
+        text = "computed by no rank"
         look = {"facecolor": "#FFFFFF", "edgecolor": "#808080", "hatch": "xxxx"}
         there.append((text, look))
     handles: list[Any] = [Patch(label=text, **look) for text, look in there]
     if shown.prompt.any():
-        handles.append(Line2D([], [], label="prompt: has no corrupted rows", **_PROMPT))
+        handles.append(Line2D([], [], label="prompt: no corrupted rows", **_PROMPT))
     return handles
 
 
@@ -253,16 +254,18 @@ def _hatched(face: str, edge: str) -> dict[str, Any]:
 
 def title_of(plan: SequencePlan, shown: Mask, name: str, window: int | None) -> str:
     """What the picture tells."""
-    remote = np.isin(shown.cells, (REMOTE, REMOTE_OWN)).sum() / max(1, (shown.cells > 0).sum())
+    pairs = int(np.count_nonzero(shown.cells))
+    remote = np.count_nonzero(np.isin(shown.cells, (REMOTE, REMOTE_OWN))) / max(1, pairs)
     what = "clean and corrupted keys" if plan.options.splits_units else "only clean keys"
     about = "" if shown.step == 1 else "about "
     share = f"({about}{remote:.0%} of the pairs)"
     crosses = f"{what} cross ranks {share}" if remote else "no key crosses ranks"
-    layers = "" if window is None else f"; window {window:,}"
-    every = "" if shown.step == 1 else f" (every {shown.step:,}th row and key shown)"
+    layers = "" if window is None else f", window of {picture.tokens(window)}"
+    every = "" if shown.step == 1 else f"; every {shown.step:,}th row and key is shown"
     slot = plan.options.slot
-    ranks = "1 rank" if slot == 1 else f"{slot} ranks, numbered in the strips"
-    return f"{name}, {ranks}: {crosses}\nblocks of {plan.options.block_size:,}{layers}{every}"
+    ranks = "1 rank" if slot == 1 else f"{slot} ranks"
+    size = f"blocks of {plan.options.block_size:,}{layers}"
+    return f"{name}, {ranks}, {size}: {crosses}\nNumbers in the strips are ranks{every}"
 
 
 def draw(

@@ -156,8 +156,8 @@ def paint(figure: Any, shown: Owners, title: str) -> None:
         Patch(facecolor=light, label="corrupted rows (lower half)"),
     ]
     if any(shown.moved):
-        look = {"facecolor": light, "edgecolor": "#000000", "hatch": "//////", "linewidth": 0}
-        handles.append(Patch(label="moved here for balance", **look))
+        look = {"facecolor": light, "edgecolor": "#000000", "hatch": "//////"}
+        handles.append(Patch(label="moved here for balance", linewidth=0, **look))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
 
 
