@@ -118,11 +118,12 @@ def _exposed(
     flows: tuple[Flow, ...], gpu: Gpu, gpus_per_node: int, rates: Rates
 ) -> dict[str, float]:
     """Seconds of a step of flows that nothing hides: all but K/V."""
-    out: Counter[str] = Counter()
+    out: dict[str, float] = {}
     for flow in flows:
         if flow.name != "K/V":
-            out[flow.name] += flow.bytes / (gpu.link(flow.span, gpus_per_node) * rates.link)
-    return dict(out)
+            link = gpu.link(flow.span, gpus_per_node) * rates.link
+            out[flow.name] = out.get(flow.name, 0.0) + flow.bytes / link
+    return out
 
 
 def _keys(
