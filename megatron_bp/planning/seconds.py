@@ -4,6 +4,7 @@ A step is that of the slot rank and pipeline stage that take longest; all others
 every layer. No latency, no launch of a kernel and no reading of data is in it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -118,11 +119,12 @@ def _exposed(
     flows: tuple[Flow, ...], gpu: Gpu, gpus_per_node: int, rates: Rates
 ) -> dict[str, float]:
     """Seconds of a step of flows that nothing hides: all but K/V."""
-    out: Counter[str] = Counter()
+    out: dict[str, float] = {}
     for flow in flows:
         if flow.name != "K/V":
-            out[flow.name] += flow.bytes / (gpu.link(flow.span, gpus_per_node) * rates.link)
-    return dict(out)
+            link = gpu.link(flow.span, gpus_per_node) * rates.link
+            out[flow.name] = out.get(flow.name, 0.0) + flow.bytes / link
+    return out
 
 
 def _keys(
@@ -155,7 +157,8 @@ def waited(
 
     What arrives travels beside the part of attention that needs no keys of others: in the forward
     all of it; in the backward what is fetched beside own corrupted rows, and gradients beside own
-    clean ones. Of a ring, or of arrivals in chunks, all attention hides what is still to come.
+    clean ones. Of a ring, or of chunks, that holds for the first (of gradients the last), and the
+    others travel beside attention over those that are there.
 
     Args:
         task: its precision, and the block size.
@@ -170,17 +173,30 @@ def waited(
     pair = 4 * attention.query_heads * attention.head_dim / layout.tp / rate
     sent, dtype = mine.sent[window], DTYPES[task.precision.model]
     fetch, give = sent.bytes(row, dtype, 1, 0) / link, sent.bytes(row, dtype, 0, 1) / link
-    beside = mine.local_pairs[window]
-    own = min(beside, mine.corrupted * task.sequence.block_size)
-    if sent.form == "ring" or layout.exchange.most_rows is not None:
-        beside, own = mine.pairs[window], mine.pairs[window] // 2
-    forward = max(0.0, fetch - beside * pair)
-    back = max(0.0, give - BACKWARD_ATTENTION * (beside - own) * pair)
+    local, parts = mine.local_pairs[window], arrivals(layout, mine, window)
+    own = min(local, mine.corrupted * task.sequence.block_size) * pair
+    clean = local * pair - own
+    later = 1 - 1 / parts
+    rest = (mine.pairs[window] - local) * pair * later
+
+    def in_backward(fetched: float, given: float) -> float:
+        first = max(0.0, fetched / parts - BACKWARD_ATTENTION * own)
+        last = max(0.0, given / parts - BACKWARD_ATTENTION * clean)
+        return first + last + max(0.0, (fetched + given) * later - BACKWARD_ATTENTION * rest)
+
+    forward = max(0.0, fetch / parts - local * pair) + max(0.0, fetch * later - rest)
     fetches, _ = attention_passes(layout)
     if layout.recompute != "none":  # the recomputed forward fetches, and keeps it for the backward
-        return fetches * forward + back
-    again = max(0.0, fetch - BACKWARD_ATTENTION * own * pair)
-    return forward + (fetches - 1) * again + back
+        return fetches * forward + in_backward(0.0, give)
+    return forward + in_backward((fetches - 1) * fetch, give)
+
+
+def arrivals(layout: Layout, mine: RankCounts, window: int | None) -> int:
+    """In how many parts K/V of others come."""
+    most, rows = layout.exchange.most_rows, mine.arriving[window]
+    if mine.sent[window].form == "ring":
+        return max(1, layout.cp - 1)
+    return 1 if most is None else max(1, math.ceil(rows / most))
 
 
 def _optimizer(task: Task, layout: Layout, gpu: Gpu) -> float:
