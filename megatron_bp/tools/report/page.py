@@ -219,9 +219,9 @@ def _warnings(record: Record, steps: Sequence[Row]) -> Iterator[str]:
     missing = [row["iteration"] for row in steps if row.get("loss") is None]
     found = numbers.warnings(record.journal)
     if skipped:
-        yield f"- {len(skipped):,} steps were skipped: {words.steps_of(skipped)}"
+        yield f"- skipped steps, {len(skipped):,}: {words.steps_of(skipped)}"
     if missing:
-        yield f"- {len(missing):,} steps have no finite loss: {words.steps_of(missing)}"
+        yield f"- steps without a finite loss, {len(missing):,}: {words.steps_of(missing)}"
     for message, often, at in found[:MESSAGES]:
         times = f" ({often} times)" if often > 1 else ""
         yield f"- after step {words.steps_of(at)}{times}: {message}"
