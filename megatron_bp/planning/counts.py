@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_bp.attention.exchange.count import Sending, sending
 from megatron_bp.data.document import Document
@@ -143,14 +144,23 @@ def _rank(
 def _pairs(plan: SequencePlan, mine: RankRows, window: Window) -> tuple[int, int]:
     """(visible pairs of a rank's rows, those whose key it holds)."""
     v = visibility(plan, mine.clean, mine.corrupted, window)
-    local = 0
-    for held, lo, hi in (
-        (mine.clean, v.clean_lo.numpy(), v.clean_hi.numpy()),
-        (mine.corrupted, v.own_lo.numpy(), v.own_hi.numpy()),
-    ):
-        seen = np.searchsorted(held, hi) - np.searchsorted(held, lo)
-        local += int(np.maximum(seen, 0).sum())
+    positions, places = len(plan.block_of), int(plan.units.offset[-1])
+    local = _held(mine.clean, positions, v.clean_lo.numpy(), v.clean_hi.numpy())
+    local += _held(mine.corrupted, places, v.own_lo.numpy(), v.own_hi.numpy())
     return v.pairs(), local
+
+
+def _held(
+    held: NDArray[np.int32] | NDArray[np.int64],
+    length: int,
+    lo: NDArray[np.int32],
+    hi: NDArray[np.int32],
+) -> int:
+    """How many of the keys in some intervals of range(length) are held."""
+    below = np.zeros(length + 1, np.int32)
+    below[held + 1] = 1
+    np.cumsum(below, out=below)
+    return int(np.maximum(below[hi] - below[lo], 0).sum(dtype=np.int64))
 
 
 def _arriving(sent: Sending, group: tuple[RankRows, ...], mine: RankRows) -> int:

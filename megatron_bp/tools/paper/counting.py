@@ -11,7 +11,7 @@ from megatron_bp.planning.layout import Layout
 from megatron_bp.planning.shape_file import read_task
 from megatron_bp.planning.task import Task
 from megatron_bp.planning.traffic import traffic
-from megatron_bp.sequence.plan import SequenceOptions, make_plan
+from megatron_bp.sequence.plan import SequenceOptions, SequencePlan, make_plan
 from megatron_bp.tools.paper.figures import Cell, Scheme, Setting
 
 SHAPES = Path(__file__).parents[3] / "configs" / "shapes"
@@ -69,8 +69,8 @@ def counted(cell: Cell, scheme: Scheme, one_pass: bool = False, aligned: bool = 
         aligned: CP whose chunks are whole blocks, and which gathers clean rows alone.
     """
     setting = cell.setting
-    task = read_task(SHAPES / f"{setting.shape}.yaml")
-    sequence = replace(task.sequence, score_clean="all", max_imbalance=float("inf"))
+    task = _task(setting.shape)
+    sequence = replace(task.sequence, score_clean="all", max_imbalance=float("inf"), row_cost=0)
     task = replace(
         task,
         length=cell.length,
@@ -80,7 +80,9 @@ def counted(cell: Cell, scheme: Scheme, one_pass: bool = False, aligned: bool = 
     )
     layout = replace(layout_of(setting, scheme), aligned=aligned)
     windows = frozenset(x.attention.window for x in task.shape.layers if x.attention is not None)
-    counts = _counts(cell.length, sequence, layout, windows)
+    # Layouts that deal out rows alike share their counts.
+    rows = Layout(bp=layout.bp, cp=layout.cp, aligned=aligned, exchange=layout.exchange)
+    counts = _counts(cell.length, sequence, rows, windows)
     ranks = range(layout.slot)
     flows = [traffic(task, layout, counts, 0, rank) for rank in ranks]
     every = [flow for of_rank in flows for flow in of_rank if not flow.name.startswith(HIDDEN)]
@@ -97,8 +99,18 @@ def counted(cell: Cell, scheme: Scheme, one_pass: bool = False, aligned: bool = 
 
 
 @cache
+def _task(shape: str) -> Task:
+    return read_task(SHAPES / f"{shape}.yaml")
+
+
+@cache
 def _counts(
     length: int, sequence: SequenceOptions, layout: Layout, windows: frozenset[int | None]
 ) -> SlotCounts:
-    plan = make_plan(full_rows(length), options_of(sequence, layout))
+    plan = _plan(length, options_of(sequence, layout))
     return count(plan, layout, windows)
+
+
+@cache
+def _plan(length: int, options: SequenceOptions) -> SequencePlan:
+    return make_plan(full_rows(length), options)
