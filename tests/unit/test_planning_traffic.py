@@ -183,7 +183,9 @@ def test_gradients_of_stages_and_experts() -> None:
     both = flows(Layout(pp=2, dp=2), tied)
     assert both["gradients"].bytes == found["gradients"].bytes
     assert both["gradients of the tied embedding"].bytes == 4_096 * 4
-    assert "gradients of the tied embedding" not in flows(Layout(dp=2), tied)
+    alone = flows(Layout(dp=2), tied)
+    assert "gradients of the tied embedding" not in alone
+    assert alone["gradients"].bytes == (2 * 9_280 + 4_096 + 32) * 4 / 2
     # 4 experts of 3 x 32 x 16, two a rank, on two pairs of ranks; a router of 4 x 32
     shape = dataclasses.replace(SHAPE, layers=(Layer(ATTENTION, Mlp(0, 4, 2, 16)),))
     experts = flows(Layout(bp=2, cp=2, dp=2, ep=2), shape)
