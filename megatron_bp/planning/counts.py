@@ -4,7 +4,7 @@ No model is known here: one count serves all models with the same windows and se
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -33,6 +33,8 @@ class RankCounts:
         local_pairs: those of them whose key is its own.
         sent: what it sends in one layer; none where heads are exchanged.
         arriving: rows of K|V of other ranks in one layer.
+        clean_sent: what it sends in a layer of a pass over clean rows alone; by needed rows it is
+            taken to be as much as in one over all.
     """
 
     clean: int
@@ -42,6 +44,7 @@ class RankCounts:
     local_pairs: dict[Window, int]
     sent: dict[Window, Sending]
     arriving: dict[Window, int]
+    clean_sent: dict[Window, Sending] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -101,7 +104,9 @@ def count(plan: SequencePlan, layout: Layout, windows: Iterable[Window]) -> Slot
     ranks = [_rank(plan, shards, rank, layout, windows) for rank in range(layout.slot)]
     if layout.over_heads:
         every = {w: sum(rank.pairs[w] for rank in ranks) // layout.slot for w in windows}
-        ranks = [replace(rank, pairs=every, local_pairs=every, sent={}) for rank in ranks]
+        ranks = [
+            replace(rank, pairs=every, local_pairs=every, sent={}, clean_sent={}) for rank in ranks
+        ]
     tokens = int(np.count_nonzero(plan.block_of >= 0))
     return SlotCounts(tokens, tuple(ranks), shards)
 
@@ -116,6 +121,10 @@ def _rank(
     mine, group = shards[rank], tuple(shards[peer] for peer in plan.shard_group(rank))
     found = {w: once(plan, ("pairs", rank, w), partial(_pairs, plan, mine, w)) for w in windows}
     sent = {w: sending(plan, group, rank, w, layout.exchange) for w in windows}
+    alone = sent
+    if plan.options.splits_units:
+        only = tuple(replace(shard, num_sent=shard.num_clean) for shard in group)
+        alone = {w: sending(plan, only, rank, w, layout.exchange) for w in windows}
     scored = len(mine.corrupted)
     if plan.options.score_clean != "none":
         scored += int(np.count_nonzero(plan.scorer == rank))
@@ -127,6 +136,7 @@ def _rank(
         local_pairs={w: own for w, (_, own) in found.items()},
         sent=sent,
         arriving={w: _arriving(s, group, mine) for w, s in sent.items()},
+        clean_sent=alone,
     )
 
 
