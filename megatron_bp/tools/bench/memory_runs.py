@@ -58,13 +58,14 @@ def make_run(
     name: str, shape: Shape, length: int, held_out: bool = False, rows: int = 1, **flags: Any
 ) -> Run:
     """A run whose step has `rows` packed rows; `flags` are the layout's, or the task's."""
-    of_task = {k: flags.pop(k) for k in ("precision", "distributed_optimizer") if k in flags}
     task = Task(
         shape,
         SequenceOptions(BLOCK, row_cost=row_cost(shape)),
         length,
         global_batch=rows,
-        **{"precision": FLOAT32, "distributed_optimizer": False} | of_task,
+        fused=False,
+        precision=flags.pop("precision", FLOAT32),
+        distributed_optimizer=flags.pop("distributed_optimizer", False),
     )
     flags.setdefault("recompute", "none")
     layout = Layout(micro_batches=rows // flags.get("dp", 1), **flags)
