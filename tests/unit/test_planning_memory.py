@@ -50,6 +50,9 @@ def test_weights_gradients_and_optimizer_are_those_of_every_parameter() -> None:
 def test_a_distributed_optimizer_is_shared_by_replicas_and_slot() -> None:
     found = parts(TASK, Layout(dp=2, bp=2, cp=2))
     assert (found["weights"], found["optimizer"]) == (2 * ALL, 3 * ALL)
+    assert found["gradients"] == 4 * ALL
+    shared = parts(replace(TASK, sharded_gradients=True), Layout(dp=2, bp=2, cp=2))
+    assert shared["gradients"] == ALL
 
 
 def test_stages_and_tensor_parallel_ranks_hold_their_part() -> None:
