@@ -30,10 +30,12 @@ class Seconds:
         products: rows times weights.
         attention: visible pairs.
         head: logits and their gradients.
-        exposed: communication that nothing hides, by flow.
+        exposed: communication that nothing hides, by flow as `named` tells it.
         optimizer: reading and writing its numbers.
         bubble: what a pipeline stage waits at both ends of a step.
         tokens: clean tokens of a step, each counted once.
+        stage: pipeline stage of the GPU that takes longest.
+        rank: its slot rank.
     """
 
     products: float
@@ -43,6 +45,8 @@ class Seconds:
     optimizer: float = 0.0
     bubble: float = 0.0
     tokens: int = 0
+    stage: int = 0
+    rank: int = 0
 
     @property
     def total(self) -> float:
@@ -87,6 +91,8 @@ def seconds(
                 optimizer=_optimizer(task, layout, gpu),
                 bubble=micro * (layout.pp - 1) / layout.split.chunks,
                 tokens=task.length * task.global_batch,
+                stage=stage,
+                rank=rank,
             )
         )
     return max(found, key=lambda one: one.total)
@@ -119,12 +125,16 @@ def _exposed(
     flows: tuple[Flow, ...], gpu: Gpu, gpus_per_node: int, rates: Rates
 ) -> dict[str, float]:
     """Seconds of a step of flows that nothing hides: all but K/V."""
-    out: dict[str, float] = {}
-    for flow in flows:
-        if flow.name != "K/V":
-            link = gpu.link(flow.span, gpus_per_node) * rates.link
-            out[flow.name] = out.get(flow.name, 0.0) + flow.bytes / link
-    return out
+    return {
+        named(flow): flow.bytes / (gpu.link(flow.span, gpus_per_node) * rates.link)
+        for flow in flows
+        if flow.name != "K/V"
+    }
+
+
+def named(flow: Flow) -> str:
+    """What goes, and of which layers."""
+    return f"{flow.name}, {flow.layers}" if flow.layers else flow.name
 
 
 def _keys(
@@ -146,7 +156,7 @@ def _keys(
     out = {}
     for attention, number in Counter(x.attention for x in layers if x.attention).items():
         waits = waited(task, layout, counts.ranks[rank], attention, link, rate)
-        out[f"K/V of {in_words(number, attention)}"] = number * waits * layout.micro_batches
+        out[f"K/V, {in_words(number, attention)}"] = number * waits * layout.micro_batches
     return out
 
 
