@@ -85,6 +85,8 @@ def _heads(task: Task, layout: Layout) -> str | None:
 def _batch(task: Task, layout: Layout) -> str | None:
     rows = layout.dp * layout.micro_batch
     if task.global_batch % rows:
-        batch = task.global_batch
-        return f"{rows} rows at a time (replicas x micro-batch) do not divide a global batch of {batch}"
+        return (
+            f"{rows} rows at a time (replicas x micro-batch) do not divide a global batch of "
+            f"{task.global_batch}"
+        )
     return None

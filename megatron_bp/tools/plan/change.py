@@ -13,6 +13,7 @@ from megatron_bp.planning.words import in_words
 
 MOST_GPUS = 256
 LEAST_LENGTH = 1024
+SHORT = 2  # blocks of each GPU
 
 
 def changes(task: Task, machine: Machine) -> Iterator[str]:
@@ -30,8 +31,13 @@ def leanest(task: Task, machine: Machine, counts: Counts) -> Judged | None:
     CSBP or one rank, full recompute, K/V in chunks, SP wherever there is TP.
     """
     search = Search(task, machine, counts)
+    # Counting long rows takes seconds, and where a short one does not fit no long one does.
+    short = replace(task, length=min(task.length, SHORT * task.sequence.block_size * machine.gpus))
+    before = Search(short, machine)
     for layout in _lean(task, machine):
-        if refusal(task, layout, machine.per_node) is None:
+        if refusal(task, layout, machine.per_node) is not None:
+            continue
+        if before.judge(layout).seconds is not None:
             judged = search.judge(layout)
             if judged.seconds is not None:
                 return judged
@@ -62,23 +68,32 @@ def _optimizer(task: Task, machine: Machine, counts: Counts) -> Iterator[str]:
 
 
 def _more_memory(task: Task, machine: Machine, counts: Counts) -> Iterator[str]:
+    """The smallest GPU that will do, and if none does so many of the largest."""
     larger = [one for one in gpus().values() if one.memory > machine.gpu.memory]
-    for gpu in sorted(larger, key=lambda one: one.memory):
+    larger.sort(key=lambda one: one.memory)
+    for gpu in larger:
         found = leanest(task, replace(machine, gpu=gpu), counts)
         if found is not None:
             yield f"a GPU with more memory, {gpu.name} ({gpu.memory / GIB:.1f} GiB): {_told(found)}"
             return
+    if larger:
+        yield from _number(task, replace(machine, gpu=larger[-1]), counts, "more and larger GPUs")
 
 
 def _more_gpus(task: Task, machine: Machine, counts: Counts) -> Iterator[str]:
+    found = [*_number(task, machine, counts, "more GPUs")]
+    yield from found or [f"more GPUs do not help up to {MOST_GPUS} of {machine.gpu.name}"]
+
+
+def _number(task: Task, machine: Machine, counts: Counts, what: str) -> Iterator[str]:
+    """How many GPUs of a kind will do."""
     number = machine.gpus
     while (number := 2 * number) <= MOST_GPUS:
         per_node = max(machine.per_node, min(number, machine.gpu.node))
         found = leanest(task, replace(machine, gpus=number, per_node=per_node), counts)
         if found is not None:
-            yield f"more GPUs, {number} of {machine.gpu.name}: {_told(found)}"
+            yield f"{what}, {number} of {machine.gpu.name}: {_told(found)}"
             return
-    yield f"more GPUs do not help up to {MOST_GPUS} of {machine.gpu.name}"
 
 
 def _shorter(task: Task, machine: Machine) -> Iterator[str]:

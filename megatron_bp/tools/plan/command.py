@@ -23,13 +23,18 @@ class InputError(ValueError):
     """What cannot be planned."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, with what stands after `--` in `more`."""
     own, more = list(argv), []
     if "--" in own:
         cut = own.index("--")
         own, more = own[:cut], own[cut + 1 :]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "python -m megatron_bp.tools.plan",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def fail(message: str) -> NoReturn:
     """One clear line, and exit status 2."""
-    print(f"plan: error: {message}", file=sys.stderr)
+    print(f"plan: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
