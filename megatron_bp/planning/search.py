@@ -12,7 +12,7 @@ from megatron_bp.planning.hardware import GIB, Gpu
 from megatron_bp.planning.layout import Layout
 from megatron_bp.planning.memory import Memory, memory
 from megatron_bp.planning.rates import Rates, Uncounted
-from megatron_bp.planning.seconds import Seconds, seconds, worst
+from megatron_bp.planning.seconds import Seconds, seconds, speed, worst
 from megatron_bp.planning.task import Task
 from megatron_bp.planning.traffic import Flow, traffic
 from megatron_bp.planning.words import family, in_words
@@ -166,7 +166,7 @@ class Search:
         counts = self.counts.of(one.layout)
         took = seconds(self.task, one.layout, counts, m.gpu, m.per_node, m.rates)
         flows = traffic(self.task, one.layout, counts, took.stage, took.rank)
-        wire = sum(flow.bytes / m.gpu.link(flow.span, m.per_node) for flow in flows)
+        wire = sum(flow.bytes / speed(flow, m.gpu, m.per_node, m.rates) for flow in flows)
         return replace(one, seconds=took, flows=flows, wire=wire)
 
     def run(self, start: Layout | None = None, everything: bool = False) -> Outcome:

@@ -7,7 +7,7 @@ every layer. No latency, no launch of a kernel and no reading of data is in it.
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_bp.planning.counts import RankCounts, SlotCounts
 from megatron_bp.planning.flops import BACKWARD_ATTENTION, Flops, flops
@@ -19,6 +19,7 @@ from megatron_bp.planning.stages import stages
 from megatron_bp.planning.task import Task
 from megatron_bp.planning.traffic import DTYPES, Flow, attention_passes, in_words, traffic
 
+KEYS = "K/V"  # the flow that attention hides
 ONCE = ("gradients", "parameters")  # flows of a step, not of a micro-batch, by how they start
 
 
@@ -79,7 +80,11 @@ def seconds(
         work = flops(task, layout, counts, stage, rank)
         flows = traffic(task, layout, counts, stage, rank)
         took = _of(task, layout, work, peak, rates)
-        exposed = _exposed(flows, gpu, gpus_per_node, rates)
+        exposed = {
+            named(flow): flow.bytes / speed(flow, gpu, gpus_per_node, rates)
+            for flow in flows
+            if flow.name != KEYS
+        }
         exposed |= _keys(task, layout, counts, stage, rank, gpu, gpus_per_node, rates)
         often = sum(s for name, s in exposed.items() if not name.startswith(ONCE))
         # The bubble: the other stages' part of one micro-batch, or of one of its chunks.
@@ -121,15 +126,13 @@ def _of(task: Task, layout: Layout, work: Flops, peak: float, rates: Rates) -> d
     }
 
 
-def _exposed(
-    flows: tuple[Flow, ...], gpu: Gpu, gpus_per_node: int, rates: Rates
-) -> dict[str, float]:
-    """Seconds of a step of flows that nothing hides: all but K/V."""
-    return {
-        named(flow): flow.bytes / (gpu.link(flow.span, gpus_per_node) * rates.link)
-        for flow in flows
-        if flow.name != "K/V"
-    }
+def speed(flow: Flow, gpu: Gpu, gpus_per_node: int, rates: Rates) -> float:
+    """Bytes a second at which it travels: the data sheet's, of the slowest link that it takes.
+
+    K/V are not trusted to travel faster than the fitted rate says, whatever the link.
+    """
+    link = gpu.link(flow.span, gpus_per_node)
+    return min(link, rates.link * gpu.network) if flow.name == KEYS else link
 
 
 def named(flow: Flow) -> str:
@@ -151,12 +154,15 @@ def _keys(
     if layout.cp == 1 or layout.over_heads:
         return {}
     layers = stages(task.shape, layout)[stage]
-    link = gpu.link(layout.cp * layout.tp, gpus_per_node) * rates.link
+    goes = Flow(KEYS, "", layout.cp, layout.cp * layout.tp, 0.0, 0)
+    link = speed(goes, gpu, gpus_per_node, rates)
     rate = gpu.peak(task.precision.model) * rates.attention
     out = {}
     for attention, number in Counter(x.attention for x in layers if x.attention).items():
         waits = waited(task, layout, counts.ranks[rank], attention, link, rate)
-        out[f"K/V, {in_words(number, attention)}"] = number * waits * layout.micro_batches
+        out[named(replace(goes, layers=in_words(number, attention)))] = (
+            number * waits * layout.micro_batches
+        )
     return out
 
 

@@ -162,13 +162,14 @@ def machine_of(options: argparse.Namespace) -> tuple[Any, str]:
             f"--gpus {gpus} on --nodes {nodes}: nodes hold equally many; give a multiple of {nodes}"
         )
     rates, uncounted = fitted.read()
+    keys = f"K/V at no more than {rates.link * gpu.network / 1e9:,.1f} GB/s"
     told = (
-        f"products {rates.products:.0%}, attention {rates.attention:.0%} of the peak, links "
-        f"{rates.link:.0%} (planning/rates.yaml)"
+        f"products {rates.products:.0%} and attention {rates.attention:.0%} of the peak, {keys} "
+        f"(planning/rates.yaml)"
     )
     if options.rates:
         rates, measured = read_bench(options.rates, gpu, rates)
-        told = f"{measured}; links {rates.link:.0%} (planning/rates.yaml)"
+        told = f"{measured}; {keys} (planning/rates.yaml)"
     return Machine(gpu, gpus, gpus // nodes, rates, uncounted), told
 
 
