@@ -20,6 +20,7 @@ from megatron_bp.planning.task import Task
 from megatron_bp.planning.traffic import DTYPES, Flow, attention_passes, in_words, traffic
 
 KEYS = "K/V"  # the flow that attention hides
+OF_ATTENTION = (KEYS, "rows to heads and back")
 ONCE = ("gradients", "parameters")  # flows of a step, not of a micro-batch, by how they start
 
 
@@ -129,10 +130,10 @@ def _of(task: Task, layout: Layout, work: Flops, peak: float, rates: Rates) -> d
 def speed(flow: Flow, gpu: Gpu, gpus_per_node: int, rates: Rates) -> float:
     """Bytes a second at which it travels: the data sheet's, of the slowest link that it takes.
 
-    K/V are not trusted to travel faster than the fitted rate says, whatever the link.
+    K/V, or rows to heads, are not trusted to travel faster than the fitted rate, on any link.
     """
     link = gpu.link(flow.span, gpus_per_node)
-    return min(link, rates.link * gpu.network) if flow.name == KEYS else link
+    return min(link, rates.link * gpu.network) if flow.name in OF_ATTENTION else link
 
 
 def named(flow: Flow) -> str:
@@ -160,9 +161,8 @@ def _keys(
     out = {}
     for attention, number in Counter(x.attention for x in layers if x.attention).items():
         waits = waited(task, layout, counts.ranks[rank], attention, link, rate)
-        out[named(replace(goes, layers=in_words(number, attention)))] = (
-            number * waits * layout.micro_batches
-        )
+        name = named(replace(goes, layers=in_words(number, attention)))
+        out[name] = number * waits * layout.micro_batches
     return out
 
 

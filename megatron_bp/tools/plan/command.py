@@ -63,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if argv is None else argv)
     try:
         fits = run(options)
-    except (ValueError, OSError, ImportError) as error:
-        fail(str(error))
     except BrokenPipeError:
         raise SystemExit(1) from None
+    except (ValueError, OSError, ImportError) as error:
+        fail(str(error))
     raise SystemExit(0 if fits else 1)
 
 
