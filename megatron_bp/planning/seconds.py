@@ -13,6 +13,7 @@ from megatron_bp.planning.counts import RankCounts, SlotCounts
 from megatron_bp.planning.flops import BACKWARD_ATTENTION, Flops, flops
 from megatron_bp.planning.hardware import Gpu
 from megatron_bp.planning.layout import Layout
+from megatron_bp.planning.parameters import parameters
 from megatron_bp.planning.rates import Rates
 from megatron_bp.planning.shape import Attention
 from megatron_bp.planning.stages import stages
@@ -94,7 +95,7 @@ def seconds(
             Seconds(
                 **took,
                 exposed=exposed,
-                optimizer=_optimizer(task, layout, gpu),
+                optimizer=_optimizer(task, layout, stage, gpu),
                 bubble=micro * (layout.pp - 1) / layout.split.chunks,
                 tokens=task.length * task.global_batch,
                 stage=stage,
@@ -215,9 +216,8 @@ def arrivals(layout: Layout, mine: RankCounts, window: int | None) -> int:
     return 1 if most is None else max(1, math.ceil(rows / most))
 
 
-def _optimizer(task: Task, layout: Layout, gpu: Gpu) -> float:
+def _optimizer(task: Task, layout: Layout, stage: int, gpu: Gpu) -> float:
     """Seconds in which its numbers are read and written, gradients read and weights written."""
-    shared = layout.dp * layout.slot if task.distributed_optimizer else layout.ep
-    own = task.shape.parameters / (layout.tp * layout.pp * shared)
-    precision = task.precision
+    held, precision = parameters(task.shape, layout, stage), task.precision
+    own = held.sharded if task.distributed_optimizer else held.total
     return own * (2 * precision.optimizer + precision.gradient + precision.model) / gpu.hbm
