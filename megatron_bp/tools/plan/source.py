@@ -12,6 +12,15 @@ from megatron_bp.planning.layout import Layout
 from megatron_bp.planning.shape_file import is_shape_file, read_task
 from megatron_bp.planning.task import Task
 
+DATA = (
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+)
+
 
 @dataclass(frozen=True)
 class Source:
@@ -61,6 +70,8 @@ def _of_run(argv: list[str], gpus: int) -> Source:
         from megatron_bp.arguments.rules import refuse
         from megatron_bp.arguments.task import layout_of, task_of
     _, args, given = parsed(argv)
+    if not any(getattr(args, name) for name in DATA):
+        args.data_path = ["none"]  # a plan reads none
     refuse(args, given, lambda message: None)  # what this machine lacks is nothing to a plan
     task, notes = task_of(args), []
     if args.self_conditioning > 0:
