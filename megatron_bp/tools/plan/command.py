@@ -156,7 +156,8 @@ def machine_of(options: argparse.Namespace) -> tuple[Any, str]:
             raise InputError(f"--network {options.network}: must be above 0")
         gpu = replace(gpu, network=options.network * 1e9)
     gpus = options.gpus or gpu.node * (options.nodes or 1)
-    nodes = options.nodes or -(-gpus // gpu.node)
+    fewest = -(-gpus // gpu.node)
+    nodes = options.nodes or next(n for n in range(fewest, gpus + 1) if gpus % n == 0)
     if gpus % nodes:
         raise InputError(
             f"--gpus {gpus} on --nodes {nodes}: nodes hold equally many; give a multiple of {nodes}"
