@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from ranks import run_ranks
 
 from megatron_bp.attention.exchange.choose import ExchangeOptions
 from megatron_bp.planning.counts import SlotCounts, count, full_rows, options_of
@@ -192,3 +193,100 @@ def test_gradients_of_stages_and_experts() -> None:
 
 def test_one_gpu_sends_nothing() -> None:
     assert flows(Layout()) == {}
+
+
+# --- against what --print-config tells -----------------------------------------------------------
+
+RUNS: dict[str, tuple[dict[str, Any], Layout]] = {
+    "CSBP": ({}, Layout(bp=2, cp=2)),
+    "CSBP, needed rows": (
+        {"clean_kv_exchange": "needed_rows"},
+        Layout(bp=2, cp=2, exchange=by("needed_rows")),
+    ),
+    "CSBP, ring": ({"clean_kv_exchange": "ring"}, Layout(bp=2, cp=2, exchange=by("ring"))),
+    "hybrid, TP, PP": ({}, Layout(bp=4, cp=2, tp=2, pp=2)),
+    "BP": ({}, Layout(bp=2)),
+    "CP": ({}, Layout(cp=2, exchange=by("all_gather"))),
+    "CP, p2p": ({"bdlm_cp_comm_type": "p2p"}, Layout(cp=4, exchange=by("ring"))),
+    "CP, a2a": ({"bdlm_cp_comm_type": "a2a"}, Layout(cp=2, over_heads=True)),
+    "CP, whole blocks": (
+        {"bdlm_cp_comm_type": "clean_all_gather"},
+        Layout(cp=2, aligned=True, exchange=by("all_gather")),
+    ),
+    "kept": ({"keep_gathered_kv": True}, Layout(bp=2, cp=2, keep_gathered=True, recompute="none")),
+    "a2a, nothing again": (
+        {"bdlm_cp_comm_type": "a2a"},
+        Layout(cp=2, over_heads=True, recompute="none"),
+    ),
+    "stages of chunks": ({}, Layout(bp=2, cp=2, pp=2, split=Split(chunks=2))),
+}
+# Layers 1, 2 and 4 of 4 have a window of 5.
+MIXED = dataclasses.replace(SHAPE, layers=(*WINDOWED.layers, SHAPE.layers[0], WINDOWED.layers[0]))
+
+
+def told_on_rank(rank: int, world: int, runs: list[tuple[dict[str, Any], Layout]]) -> list[int]:
+    """What `--print-config` counts for each run."""
+    from argparse import Namespace
+
+    import torch
+
+    from megatron_bp.arguments.exchanged import exchanged
+
+    out = []
+    for changed, layout in runs:
+        again = {"full": "full", "none": None, "attention": "selective"}[layout.recompute]
+        values: dict[str, Any] = {
+            "block_parallel_size": layout.bp,
+            "bdlm_clean_shard_size": layout.cp,
+            "bdlm_cp_comm_type": "all_gather",
+            "clean_kv_exchange": "auto",
+            "attention_kernel": "auto",
+            "params_dtype": torch.float32,
+            "kv_channels": 8,
+            "clean_kv_rows": None,
+            "needed_rows_fraction": 0.75,
+            "keep_gathered_kv": False,
+            "recompute_keep_attention": False,
+            "tensor_model_parallel_size": layout.tp,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "group_query_attention": True,
+            "window_size": (4, 0),
+            "window_attn_skip_freq": [1, 1, 0, 1],
+            "num_layers": 4,
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": layout.split.chunks,
+            "pipeline_model_parallel_layout": None,
+            "decoder_first_pipeline_num_layers": None,
+            "decoder_last_pipeline_num_layers": None,
+            "account_for_embedding_in_pipeline_split": False,
+            "account_for_loss_in_pipeline_split": False,
+            "recompute_granularity": again,
+            "recompute_method": "uniform",
+            "recompute_modules": None,
+        }
+        options = options_of(SequenceOptions(4), layout)
+        plan = make_plan(full_rows(24), options)
+        shards = [plan.rows_of(r) for r in range(layout.slot)]
+        out.append(exchanged(Namespace(**values | changed), plan, shards).in_training)
+    return out
+
+
+@pytest.mark.ranks
+def test_a_run_is_told_the_same_bytes() -> None:
+    """One sequence in blocks of 4, of the stage and slot rank that send most."""
+    (told,) = run_ranks(1, told_on_rank, list(RUNS.values()))
+    ours = {
+        name: max(
+            sum(
+                flow.bytes
+                for flow in flows(layout, MIXED, stage, rank, sequence=SequenceOptions(4)).values()
+                if flow.name in ("K/V", "rows to heads and back")
+            )
+            for stage in range(layout.pp)
+            for rank in range(layout.slot)
+        )
+        for name, (_, layout) in RUNS.items()
+    }
+    assert ours == dict(zip(RUNS, told, strict=True))
+    assert sorted(name for name, sent in ours.items() if not sent) == ["BP"]
