@@ -2,6 +2,7 @@
 
 # Shapes: n rows that arrive in one layer, c of them at once, R ranks.
 
+from megatron_bp.attention.exchange.count import Sending
 from megatron_bp.planning.counts import SlotCounts
 from megatron_bp.planning.kept import key_numbers
 from megatron_bp.planning.layout import Layout
@@ -36,29 +37,34 @@ def exchange_bytes(
         return 0.0
     size, wide = task.precision.model, max(4, task.precision.model)
     sent = mine.sent[window]
-    at_once = _at_once(layout, sent.form, every)
+    at_once, buffer = _at_once(layout, sent, every)
     again = layout.recompute != "none" and not layout.keep_attention
-    # An all-gather brings a rank's own rows as well, and so do its gradients.
-    buffer: float = at_once
-    if sent.form in ("all_gather", "te"):
-        buffer = at_once * layout.cp / (layout.cp - 1)
     if again or layout.keep_gathered:
         kv = every * size
     else:
-        under_way = buffer if at_once < every else 0
-        kv = (at_once + under_way) * size
+        kv = (at_once + (buffer if at_once < every else 0)) * size
     travel = wide if sent.wide else size
     back = sent.fetched if sent.form == "needed_rows" else buffer
     gradients = at_once * wide + (buffer + back) * travel
     return (kv + gradients) * key_numbers(attention, layout.tp)
 
 
-def _at_once(layout: Layout, form: str, every: float) -> float:
-    """Rows of an arrival."""
-    if form == "ring":
-        return every / (layout.cp - 1)
-    most = layout.exchange.most_rows
-    return every if most is None else min(every, most)
+def _at_once(layout: Layout, sent: Sending, every: int) -> tuple[int, int]:
+    """(rows of an arrival, rows of the buffer that it comes in).
+
+    An all-gather brings a rank's own rows as well, and of each rank as many as of the largest.
+    """
+    ranks, most = layout.cp, layout.exchange.most_rows
+    if sent.form == "ring":
+        shard = -(-every // (ranks - 1))
+        return shard, shard
+    if sent.form == "needed_rows":
+        rows = every if most is None else min(every, most)
+        return rows, rows
+    longest = sent.fetched // (ranks - 1)
+    chunks = 1 if most is None else -(-longest // max(1, most // ranks))
+    size = -(-longest // chunks)
+    return (every if chunks == 1 else size * (ranks - 1)), size * ranks
 
 
 def _over_heads_bytes(

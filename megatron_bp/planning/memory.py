@@ -60,7 +60,7 @@ def memory(
     precision = task.precision
     parts = {
         "weights": held.total * precision.model,
-        "gradients": held.total * precision.gradient,
+        "gradients": precision.gradient * (held.sharded if task.sharded_gradients else held.total),
         "optimizer": own * precision.optimizer,
     }
     moments = _moments(task, layout, counts, stage, rank, held)

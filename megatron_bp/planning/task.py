@@ -38,6 +38,8 @@ class Task:
         passes: "one", as we train: clean and corrupted rows go through together. "two": clean rows
             first, then corrupted ones against their kept K/V, as the paper's DiffusionGemma scheme
             does; only traffic of K/V differs here: clean rows are exchanged in both.
+        sharded_gradients: gradients are shared as the optimizer's numbers are, which Megatron's
+            distributed optimizer does not do: its buffers are whole.
         fused: layers are Transformer Engine's and their activations fused, which keep less for the
             backward than Megatron's local ones (--transformer-impl local).
     """
@@ -50,4 +52,5 @@ class Task:
     distributed_optimizer: bool = True
     scored: float = 0.5
     passes: Literal["one", "two"] = "one"
+    sharded_gradients: bool = False
     fused: bool = True

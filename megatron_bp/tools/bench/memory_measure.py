@@ -13,6 +13,7 @@ from megatron_bp.tools.bench.memory_runs import Run, flags_of
 from megatron_bp.training.record import read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 STEPS = 2  # the optimizer's state is made in the first
 SAME = """
     --tokenizer-type NullTokenizer --split 100,0,0 --num-workers 0 --null-tokenizer-eod-id 0
@@ -22,8 +23,14 @@ SAME = """
 """
 
 
-def peak(run: Run, timeout: float) -> int:
+def peak(run: Run, timeout: float, gives_back: bool = True) -> int:
     """Bytes of the rank that holds most, at its peak.
+
+    Args:
+        run: what is trained.
+        timeout: seconds.
+        gives_back: what is freed goes back to the system, if it is larger than 1 MiB; else what
+            glibc does by default.
 
     Raises:
         ValueError: the run failed; with the end of what it wrote.
@@ -35,7 +42,7 @@ def peak(run: Run, timeout: float) -> int:
         words = [str(ROOT / "pretrain_bdlm.py"), *SAME.split(), *flags_of(run)]
         words += ["--train-iters", str(STEPS), "--data-path", str(folder / "rows")]
         words += ["--data-cache-path", str(folder / "cache"), "--metrics-file", str(metrics)]
-        _start(run.layout.gpus, words, folder / "log", timeout)
+        _start(run.layout.gpus, words, folder / "log", timeout, GIVE_BACK if gives_back else {})
         rows = [row for row in read_metrics(metrics) if row["kind"] == "train"]
     assert [row["iteration"] for row in rows] == list(range(1, STEPS + 1))
     return int(rows[-1]["memory_bytes"])
@@ -53,12 +60,12 @@ def write_data(folder: Path, run: Run) -> None:
     builder.finalize(f"{folder}/rows.idx")
 
 
-def _start(ranks: int, words: list[str], log: Path, timeout: float) -> None:
+def _start(ranks: int, words: list[str], log: Path, timeout: float, more: dict[str, str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    shared |= more | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
     with log.open("wb") as out:
         running = [
             subprocess.Popen(
