@@ -36,6 +36,7 @@ def task_of(args: Namespace) -> Task:
         global_batch=args.global_batch_size,
         precision=_precision(args),
         distributed_optimizer=args.use_distributed_optimizer,
+        fused=args.transformer_impl == "transformer_engine",
         scored=0.5 if args.scored_tokens == "corrupted" else 1.0,
     )
 

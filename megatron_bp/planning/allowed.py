@@ -86,7 +86,7 @@ def _batch(task: Task, layout: Layout) -> str | None:
     rows = layout.dp * layout.micro_batch
     if task.global_batch % rows:
         return (
-            f"{layout.dp} replicas with micro-batches of {layout.micro_batch} do not divide the "
-            f"global batch of {task.global_batch}"
+            f"{rows} rows at a time (replicas x micro-batch) do not divide a global batch of "
+            f"{task.global_batch}"
         )
     return None

@@ -10,7 +10,7 @@ the backward, and of what is at work just then. Two numbers are measured (`Uncou
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_bp.model.output import CHUNK_LOGITS
+from megatron_bp.model.chunks import CHUNK_LOGITS
 from megatron_bp.planning.arrivals import exchange_bytes, gathered_bytes
 from megatron_bp.planning.counts import SlotCounts
 from megatron_bp.planning.flops import scored_rows

@@ -8,11 +8,11 @@ from typing import Any
 from megatron_bp.planning.allowed import refusal
 from megatron_bp.planning.candidates import candidates
 from megatron_bp.planning.counts import SlotCounts, count, full_rows, options_of
-from megatron_bp.planning.hardware import Gpu
+from megatron_bp.planning.hardware import GIB, Gpu
 from megatron_bp.planning.layout import Layout
 from megatron_bp.planning.memory import Memory, memory
 from megatron_bp.planning.rates import Rates, Uncounted
-from megatron_bp.planning.seconds import Seconds, seconds, worst
+from megatron_bp.planning.seconds import Seconds, seconds, speed, worst
 from megatron_bp.planning.task import Task
 from megatron_bp.planning.traffic import Flow, traffic
 from megatron_bp.planning.words import family, in_words
@@ -51,23 +51,20 @@ class Judged:
         layout: see there.
         memory: of the GPU that needs most.
         seconds: of a step; None where it does not fit, and so was not asked.
-        flows: of the GPU that sends most, with them.
+        flows: what the GPU that takes longest sends, with them.
+        wire: seconds of a step in which its links are busy with that, hidden or not.
     """
 
     layout: Layout
     memory: Memory
     seconds: Seconds | None = None
     flows: tuple[Flow, ...] = ()
+    wire: float = 0.0
 
     @property
     def speed(self) -> float:
         """Tokens a second; 0 where it does not fit."""
         return self.seconds.tokens_per_second if self.seconds is not None else 0.0
-
-    @property
-    def sent(self) -> float:
-        """Bytes of a step, of that GPU."""
-        return sum(flow.bytes for flow in self.flows)
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,8 @@ class Outcome:
     """What a search found.
 
     Attributes:
-        fitting: the fastest first; of ties the one that sends least, since what is not counted,
-            latency and other traffic, grows with that; then the one that needs least memory.
+        fitting: the fastest first; of ties the one whose links are busy for the shortest time,
+            since what is not counted, latency and other traffic, grows with that.
         closest: where nothing fits, the layout that lacks least memory; None if none is allowed.
         dropped: reasons, with how many layouts each left out.
     """
@@ -168,14 +165,9 @@ class Search:
         m = self.machine
         counts = self.counts.of(one.layout)
         took = seconds(self.task, one.layout, counts, m.gpu, m.per_node, m.rates)
-        flows = max(
-            (
-                traffic(self.task, one.layout, counts, stage, rank)
-                for stage, rank in worst(self.task, one.layout, counts)
-            ),
-            key=lambda every: sum(flow.bytes for flow in every),
-        )
-        return replace(one, seconds=took, flows=flows)
+        flows = traffic(self.task, one.layout, counts, took.stage, took.rank)
+        wire = sum(flow.bytes / speed(flow, m.gpu, m.per_node, m.rates) for flow in flows)
+        return replace(one, seconds=took, flows=flows, wire=wire)
 
     def run(self, start: Layout | None = None, everything: bool = False) -> Outcome:
         """Judge all layouts.
@@ -185,59 +177,48 @@ class Search:
             everything: also what is left out unseen: micro-batches of several rows where one is
                 work enough, and modes that compute much twice.
         """
-        refused: Counter[str] = Counter()
         fitting: list[Judged] = []
         short: dict[str, list[Judged]] = defaultdict(list)
-        enough = less = 0
-        twice: Counter[str] = Counter()
+        dropped: Counter[tuple[str, str]] = Counter()
         for layout in candidates(self.task, self.machine.gpus, start):
             reason = refusal(self.task, layout, self.machine.per_node)
             if reason is not None:
-                refused[reason] += 1
-            elif layout.micro_batch > 1 and not everything and self._busy(layout):
-                enough += 1
-            elif not everything and self._mostly_twice(layout):
-                twice[family(layout)] += 1
+                dropped["", reason] += 1
+            elif not everything and (known := self._known_worse(layout)) is not None:
+                dropped[known] += 1
             else:
                 found, unasked = self._recomputing(layout)
-                less += unasked
-                fits = [one for one in found if one.seconds is not None]
-                fitting += fits
+                dropped["", "more is recomputed than memory asks for"] += unasked
+                fitting += [one for one in found if one.seconds is not None]
                 short[family(layout)] += [one for one in found if one.seconds is None]
-        fitting.sort(key=lambda one: -one.speed)
-        if fitting:
-            close = [one for one in fitting if one.speed >= fitting[0].speed * (1 - TIE)]
-            close.sort(key=lambda one: (one.sent, one.memory.total))
-            fitting[: len(close)] = close
+        kept = _without_idle_chunks(fitting)
+        dropped["K/V in chunks", "as fast with all at once, which fits"] += len(fitting) - len(kept)
         missing = [one for group in short.values() for one in group]
-        closest = min(missing, key=lambda one: one.memory.total, default=None)
-        dropped = [
-            *self._slower(fitting),
-            *self._short(short),
-            *(Dropped("", reason, number) for reason, number in refused.most_common()),
-        ]
-        for mode, number in twice.items():
-            why = f"a rank computes more than {MOST_WORK:g} times what one of CSBP would"
-            dropped.append(Dropped(mode, why, number))
-        if less:
-            why = "more is recomputed than memory asks for"
-            dropped.append(Dropped("", why, less))
-        if enough:
-            why = f"a GPU has {ROWS_ENOUGH:,} rows or more with one packed row a micro-batch"
-            dropped.append(Dropped("micro-batches of 2 and 4", why, enough))
-        return Outcome(tuple(fitting), None if fitting else closest, tuple(dropped))
+        return Outcome(
+            fitting=_in_order(kept),
+            closest=None if kept else min(missing, key=lambda x: x.memory.total, default=None),
+            dropped=(
+                *_slower(kept),
+                *_short(short, self.machine.gpu.memory),
+                *(Dropped(what, why, n) for (what, why), n in dropped.most_common() if n),
+            ),
+        )
 
-    def _busy(self, layout: Layout) -> bool:
-        """Whether every GPU has rows enough with one packed row a micro-batch."""
-        ranks = self.counts.of(replace(layout, micro_batch=1)).ranks
-        return min(rank.rows for rank in ranks) >= ROWS_ENOUGH
-
-    def _mostly_twice(self, layout: Layout) -> bool:
-        """Whether ranks of a slot compute so much twice that this cannot be the best."""
-        if layout.cp == layout.slot:
-            return False
-        csbp = replace(layout, bp=layout.slot, cp=layout.slot)
-        return self.counts.work(layout) > MOST_WORK * self.counts.work(csbp)
+    def _known_worse(self, layout: Layout) -> tuple[str, str] | None:
+        """(what it is, why) if it cannot be the best, and so is not looked at."""
+        if layout.micro_batch > 1:
+            ranks = self.counts.of(replace(layout, micro_batch=1)).ranks
+            if min(rank.rows for rank in ranks) >= ROWS_ENOUGH:
+                return (
+                    f"micro-batches of {layout.micro_batch} rows",
+                    f"a GPU has {ROWS_ENOUGH:,} rows or more with one packed row a micro-batch",
+                )
+        if layout.cp < layout.slot:
+            csbp = replace(layout, bp=layout.slot, cp=layout.slot)
+            if self.counts.work(layout) > MOST_WORK * self.counts.work(csbp):
+                why = f"a rank computes more than {MOST_WORK:g} times what one of CSBP would"
+                return family(layout), why
+        return None
 
     def _recomputing(self, layout: Layout) -> tuple[list[Judged], int]:
         """(a layout with as little recomputation as fits, all if none does; how many are left out).
@@ -261,34 +242,53 @@ class Search:
                 return found, sum(map(len, steps[number + 1 :]))
         return found, 0
 
-    def _slower(self, fitting: list[Judged]) -> Iterator[Dropped]:
-        """By mode: how far its best is behind."""
-        if not fitting:
-            return
-        best = max(one.speed for one in fitting)
-        for mode, group in _by_mode(fitting).items():
-            first = max(group, key=lambda one: one.speed)
-            behind = 1 - first.speed / best
-            slower = [one for one in group if one.speed < best * (1 - TIE)]
-            if not slower:
-                continue
-            if behind < TIE:
-                why = f"slower than its best, {in_words(first.layout)}"
-            else:
-                why = (
-                    f"{behind:.0%} slower at best: {first.speed:,.0f} tokens/s, "
-                    f"{in_words(first.layout)}"
-                )
-            yield Dropped(mode, why, len(slower))
 
-    def _short(self, short: dict[str, list[Judged]]) -> Iterator[Dropped]:
-        """By mode: what it lacks at least."""
-        for mode, group in short.items():
-            if group:
-                least = min(group, key=lambda one: one.memory.total)
-                lacks = (least.memory.total - self.machine.gpu.memory) / 2**30
-                why = f"{lacks:,.1f} GiB too little memory at least: {in_words(least.layout)}"
-                yield Dropped(mode, why, len(group))
+def _in_order(fitting: list[Judged]) -> tuple[Judged, ...]:
+    """See `Outcome.fitting`."""
+    best = max((one.speed for one in fitting), default=0.0)
+    tie = [one for one in fitting if one.speed >= best * (1 - TIE)]
+    rest = [one for one in fitting if one.speed < best * (1 - TIE)]
+    tie.sort(key=lambda one: (one.wire, one.memory.total))
+    return (*tie, *sorted(rest, key=lambda one: -one.speed))
+
+
+def _without_idle_chunks(fitting: list[Judged]) -> list[Judged]:
+    """Without layouts in chunks that are as fast with all K/V at once."""
+
+    def at_once(layout: Layout) -> Layout:
+        return replace(layout, exchange=replace(layout.exchange, most_rows=None))
+
+    speed = {one.layout: one.speed for one in fitting}
+    return [
+        one
+        for one in fitting
+        if one.layout.exchange.most_rows is None
+        or one.speed > speed.get(at_once(one.layout), 0.0) * 1.001
+    ]
+
+
+def _slower(fitting: list[Judged]) -> Iterator[Dropped]:
+    """By mode: how far its best is behind."""
+    best = max((one.speed for one in fitting), default=0.0)
+    for mode, group in _by_mode(fitting).items():
+        first = max(group, key=lambda one: one.speed)
+        behind = 1 - first.speed / best
+        slower = sum(one.speed < best * (1 - TIE) for one in group)
+        if slower and behind < TIE:
+            yield Dropped(mode, f"slower than its best, {in_words(first.layout)}", slower)
+        elif slower:
+            why = f"{behind:.0%} slower at best: {first.speed:,.0f} tokens/s"
+            yield Dropped(mode, f"{why}, {in_words(first.layout)}", slower)
+
+
+def _short(short: dict[str, list[Judged]], has: float) -> Iterator[Dropped]:
+    """By mode: what it lacks at least."""
+    for mode, group in short.items():
+        if group:
+            least = min(group, key=lambda one: one.memory.total)
+            lacks = (least.memory.total - has) / GIB
+            why = f"{lacks:,.1f} GiB too little memory at least: {in_words(least.layout)}"
+            yield Dropped(mode, why, len(group))
 
 
 def _by_mode(judged: Iterable[Judged]) -> dict[str, list[Judged]]:

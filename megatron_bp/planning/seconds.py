@@ -7,18 +7,21 @@ every layer. No latency, no launch of a kernel and no reading of data is in it.
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_bp.planning.counts import RankCounts, SlotCounts
 from megatron_bp.planning.flops import BACKWARD_ATTENTION, Flops, flops
 from megatron_bp.planning.hardware import Gpu
 from megatron_bp.planning.layout import Layout
+from megatron_bp.planning.parameters import parameters
 from megatron_bp.planning.rates import Rates
 from megatron_bp.planning.shape import Attention
 from megatron_bp.planning.stages import stages
 from megatron_bp.planning.task import Task
 from megatron_bp.planning.traffic import DTYPES, Flow, attention_passes, in_words, traffic
 
+KEYS = "K/V"  # the flow that attention hides
+OF_ATTENTION = (KEYS, "rows to heads and back")
 ONCE = ("gradients", "parameters")  # flows of a step, not of a micro-batch, by how they start
 
 
@@ -30,10 +33,12 @@ class Seconds:
         products: rows times weights.
         attention: visible pairs.
         head: logits and their gradients.
-        exposed: communication that nothing hides, by flow.
+        exposed: communication that nothing hides, by flow as `named` tells it.
         optimizer: reading and writing its numbers.
         bubble: what a pipeline stage waits at both ends of a step.
         tokens: clean tokens of a step, each counted once.
+        stage: pipeline stage of the GPU that takes longest.
+        rank: its slot rank.
     """
 
     products: float
@@ -43,6 +48,8 @@ class Seconds:
     optimizer: float = 0.0
     bubble: float = 0.0
     tokens: int = 0
+    stage: int = 0
+    rank: int = 0
 
     @property
     def total(self) -> float:
@@ -75,7 +82,11 @@ def seconds(
         work = flops(task, layout, counts, stage, rank)
         flows = traffic(task, layout, counts, stage, rank)
         took = _of(task, layout, work, peak, rates)
-        exposed = _exposed(flows, gpu, gpus_per_node, rates)
+        exposed = {
+            named(flow): flow.bytes / speed(flow, gpu, gpus_per_node, rates)
+            for flow in flows
+            if flow.name != KEYS
+        }
         exposed |= _keys(task, layout, counts, stage, rank, gpu, gpus_per_node, rates)
         often = sum(s for name, s in exposed.items() if not name.startswith(ONCE))
         # The bubble: the other stages' part of one micro-batch, or of one of its chunks.
@@ -84,9 +95,11 @@ def seconds(
             Seconds(
                 **took,
                 exposed=exposed,
-                optimizer=_optimizer(task, layout, gpu),
+                optimizer=_optimizer(task, layout, stage, gpu),
                 bubble=micro * (layout.pp - 1) / layout.split.chunks,
                 tokens=task.length * task.global_batch,
+                stage=stage,
+                rank=rank,
             )
         )
     return max(found, key=lambda one: one.total)
@@ -115,16 +128,18 @@ def _of(task: Task, layout: Layout, work: Flops, peak: float, rates: Rates) -> d
     }
 
 
-def _exposed(
-    flows: tuple[Flow, ...], gpu: Gpu, gpus_per_node: int, rates: Rates
-) -> dict[str, float]:
-    """Seconds of a step of flows that nothing hides: all but K/V."""
-    out: dict[str, float] = {}
-    for flow in flows:
-        if flow.name != "K/V":
-            link = gpu.link(flow.span, gpus_per_node) * rates.link
-            out[flow.name] = out.get(flow.name, 0.0) + flow.bytes / link
-    return out
+def speed(flow: Flow, gpu: Gpu, gpus_per_node: int, rates: Rates) -> float:
+    """Bytes a second at which it travels: the data sheet's, of the slowest link that it takes.
+
+    K/V, or rows to heads, are not trusted to travel faster than the fitted rate, on any link.
+    """
+    link = gpu.link(flow.span, gpus_per_node)
+    return min(link, rates.link * gpu.network) if flow.name in OF_ATTENTION else link
+
+
+def named(flow: Flow) -> str:
+    """What goes, and of which layers."""
+    return f"{flow.name}, {flow.layers}" if flow.layers else flow.name
 
 
 def _keys(
@@ -141,12 +156,14 @@ def _keys(
     if layout.cp == 1 or layout.over_heads:
         return {}
     layers = stages(task.shape, layout)[stage]
-    link = gpu.link(layout.cp * layout.tp, gpus_per_node) * rates.link
+    goes = Flow(KEYS, "", layout.cp, layout.cp * layout.tp, 0.0, 0)
+    link = speed(goes, gpu, gpus_per_node, rates)
     rate = gpu.peak(task.precision.model) * rates.attention
     out = {}
     for attention, number in Counter(x.attention for x in layers if x.attention).items():
         waits = waited(task, layout, counts.ranks[rank], attention, link, rate)
-        out[f"K/V of {in_words(number, attention)}"] = number * waits * layout.micro_batches
+        name = named(replace(goes, layers=in_words(number, attention)))
+        out[name] = number * waits * layout.micro_batches
     return out
 
 
@@ -199,9 +216,8 @@ def arrivals(layout: Layout, mine: RankCounts, window: int | None) -> int:
     return 1 if most is None else max(1, math.ceil(rows / most))
 
 
-def _optimizer(task: Task, layout: Layout, gpu: Gpu) -> float:
+def _optimizer(task: Task, layout: Layout, stage: int, gpu: Gpu) -> float:
     """Seconds in which its numbers are read and written, gradients read and weights written."""
-    shared = layout.dp * layout.slot if task.distributed_optimizer else layout.ep
-    own = task.shape.parameters / (layout.tp * layout.pp * shared)
-    precision = task.precision
+    held, precision = parameters(task.shape, layout, stage), task.precision
+    own = held.sharded if task.distributed_optimizer else held.total
     return own * (2 * precision.optimizer + precision.gradient + precision.model) / gpu.hbm

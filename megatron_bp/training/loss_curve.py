@@ -99,6 +99,7 @@ def paint(figure: Any, runs: dict[str, Rows]) -> None:
         grid[1].set_ylabel(axis)
     for axes in grid:
         axes.grid()
+        axes.xaxis.get_major_locator().set_params(integer=True)
     grid[-1].set_xlabel("step (thin: each step; thick: mean of the last 4 %; bars: standard error)")
     figure.suptitle(title_of(train, axis, bounds))
     if len(runs) > 1:

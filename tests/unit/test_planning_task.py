@@ -31,6 +31,7 @@ WANT = Task(
     global_batch=8,
     precision=Precision(4, 4, 8),
     distributed_optimizer=False,
+    fused=False,
 )
 
 
@@ -109,6 +110,7 @@ def test_layouts(flags: str, gpus: int | None, want: dict[str, Any]) -> None:
         ("--bf16", {"precision": Precision(2, 4, 12)}),
         ("--bf16 --grad-reduce-in-bf16 --optimizer sgd", {"precision": Precision(2, 2, 8)}),
         ("--use-distributed-optimizer", {"distributed_optimizer": True}),
+        ("--transformer-impl transformer_engine", {"fused": True}),
         ("--scored-tokens all", {"scored": 1.0}),
     ],
 )

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_bp import picture
+from megatron_bp.planning import counts
+from megatron_bp.planning.layout import Layout
 from megatron_bp.sequence.packing import Sample
 from megatron_bp.sequence.plan import SequencePlan
 from megatron_bp.sequence.visibility import corrupted_positions, visibility
@@ -252,20 +254,29 @@ def _hatched(face: str, edge: str) -> dict[str, Any]:
     return {"facecolor": face, "edgecolor": edge, "hatch": "/////", "linewidth": 0}
 
 
+def crossing(plan: SequencePlan, window: int | None) -> float:
+    """The part of all visible pairs whose key another rank holds, each rank's pairs counted."""
+    asked = plan.options
+    layout = Layout(
+        bp=asked.block_parallel_size, cp=asked.context_parallel_size, aligned=asked.align_chunks
+    )
+    ranks = counts.count(plan, layout, (window,)).ranks
+    pairs = sum(rank.pairs[window] for rank in ranks)
+    return 1 - sum(rank.local_pairs[window] for rank in ranks) / max(1, pairs)
+
+
 def title_of(plan: SequencePlan, shown: Mask, name: str, window: int | None) -> str:
     """What the picture tells."""
-    pairs = int(np.count_nonzero(shown.cells))
-    remote = np.count_nonzero(np.isin(shown.cells, (REMOTE, REMOTE_OWN))) / max(1, pairs)
+    remote = crossing(plan, window)
     what = "clean and corrupted keys" if plan.options.splits_units else "only clean keys"
-    about = "" if shown.step == 1 else "about "
-    share = f"({about}{remote:.0%} of the pairs)"
-    crosses = f"{what} cross ranks {share}" if remote else "no key crosses ranks"
+    crosses = f"{what} cross ranks ({100 * remote:.2g}% of the pairs)"
     layers = "" if window is None else f", window of {picture.tokens(window)}"
     every = "" if shown.step == 1 else f"; every {shown.step:,}th row and key is shown"
     slot = plan.options.slot
     ranks = "1 rank" if slot == 1 else f"{slot} ranks"
     size = f"blocks of {plan.options.block_size:,}{layers}"
-    return f"{name}, {ranks}, {size}: {crosses}\nNumbers in the strips are ranks{every}"
+    found = crosses if remote else "no key crosses ranks"
+    return f"{name}, {ranks}, {size}: {found}\nNumbers in the strips are ranks{every}"
 
 
 def draw(

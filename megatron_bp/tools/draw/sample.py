@@ -10,6 +10,9 @@ from megatron_bp.sequence.packing import Sample
 from megatron_bp.sequence.plan import make_plan
 from megatron_bp.tools.draw import cost, exchanged, mask, owners
 
+# A window has a picture if it is so many of its cells wide: narrower ones show a bare diagonal.
+_CELLS = 4
+
 
 def draw_sample(task: Task, layout: Layout, sample: Sample, out: Path) -> list[Path]:
     """Files in the folder `out`: who sees whom, who owns what, cost per rank, bytes a layer.
@@ -28,9 +31,11 @@ def draw_sample(task: Task, layout: Layout, sample: Sample, out: Path) -> list[P
     options = options_of(task.sequence, layout)
     plan = make_plan(sample, options)
     kinds = attention_kinds(task)
-    windows = sorted({w for of in kinds.values() for w in of}, key=_no_window_first)
+    windows = sorted({w for of in kinds.values() for w in of}, key=_no_window_first) or [None]
+    step = mask.mask(plan, sample).step
+    wide = [w for w in windows if w is None or w >= _CELLS * step]
     files = []
-    for window in windows or [None]:
+    for window in wide or windows[-1:]:
         name = "mask" if window is None else f"mask_window_{window}"
         files += mask.draw(plan, sample, layout.mode, window, out / name)
     files += owners.draw(plan, sample, layout.mode, out / "owners")

@@ -85,14 +85,16 @@ def _looks(names: list[str], measured: set[str]) -> dict[str, dict[str, Any]]:
     """How each series looks: its colour is that of what stands before the first comma."""
     stems = list(dict.fromkeys(name.split(",")[0] for name in names))
     found = {}
-    for k, name in enumerate(names):
+    predicted = [name for name in names if name not in measured]
+    for name in names:
         stem = stems.index(name.split(",")[0])
         look: dict[str, Any] = {"color": picture.COLOURS[stem % len(picture.COLOURS)]}
         if name in measured:
             marker = picture.MARKERS[stem % len(picture.MARKERS)]
             look |= {"linestyle": "", "marker": marker, "markersize": 6}
         else:
-            look |= {"linestyle": picture.LINES[k % len(picture.LINES)], "linewidth": 1.6}
+            line = picture.LINES[predicted.index(name) % len(picture.LINES)]
+            look |= {"linestyle": line, "linewidth": 1.6}
         found[name] = look
     return found
 

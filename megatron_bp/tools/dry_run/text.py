@@ -80,6 +80,7 @@ def _planned(facts: dict[str, Any]) -> Iterator[str]:
     yield f"Memory of {_gpu(memory)}, which holds most, at its peak; estimated"
     parts = [(name, _size(size)) for name, size in memory["parts"].items() if size]
     yield from _table([*parts, ("all", _size(memory["total"]))])
+    yield "  (process: of a CPU run; on a GPU it lies outside of what torch reports as allocated)"
 
 
 def _gpu(found: dict[str, Any]) -> str:

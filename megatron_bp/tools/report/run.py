@@ -88,7 +88,7 @@ def predicted(args: Namespace) -> dict[str, int]:
     _, held = most_memory(task, layout, counts)
     return {
         "parameters": parameters_of(args, task),
-        "memory_bytes": round(held.total),
+        "memory_bytes": held.total - (held.parts["process"] if torch.cuda.is_available() else 0),
         "attention_bytes": attention_bytes(task, layout, counts),
     }
 
