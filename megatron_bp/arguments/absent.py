@@ -20,11 +20,13 @@ class DryRun:
     Attributes:
         notes: each once, in order.
         told: what Megatron and this project print on the way.
+        fused: the run's layers are Transformer Engine's, for which local ones stand in.
     """
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.told = io.StringIO()
+        self.fused = False
 
     def note(self, message: str) -> None:
         """Go on without something; the run checks it at its start."""
@@ -37,9 +39,9 @@ class DryRun:
         for name in ("--tensorboard-dir", "--wandb-project"):
             if name in flags:
                 quiet += [name, ""]
-        if flags[-1 - flags[::-1].index("--transformer-impl") + 1] != "local":
-            quiet += ["--transformer-impl", "local"]
-        return flags + quiet
+        last = len(flags) - flags[::-1].index("--transformer-impl")
+        self.fused = flags[last] != "local"
+        return [*flags, *quiet, "--transformer-impl", "local"]
 
     def without(self, args: Namespace) -> None:
         """Go on without the checkpoints and the kernel that are not here."""

@@ -285,6 +285,8 @@ def test_what_is_not_here_is_said(outcomes: dict[str, Outcome]) -> None:
     for words in ("transformer_engine: ", "nowhere/words", "not found at none", "flash_fa3"):
         assert words in notes
     assert outcomes["for gpus"].facts["parameters"]["dtype"] == "bfloat16"
+    fused = [outcomes[name].facts["memory"]["fused"] for name in ("csbp", "for gpus")]
+    assert fused == [False, True]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -61,7 +61,7 @@ def _facts(argv: list[str]) -> tuple[dict[str, Any], str | None]:
     dry = DryRun()
     args = arguments.parse(argv, dry)
     try:
-        found = gather(args)
+        found = gather(args, dry.fused)
     except (AssertionError, ValueError, NotImplementedError) as error:
         arguments.fail(f"the model cannot be made: {error}", error)
     config = argv[0] if not argv[0].startswith("-") else "a command line"

@@ -6,6 +6,7 @@ Rows, bytes and memory are the planner's, of a step whose rows are one document 
 import re
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_bp.arguments.resolved import derived
@@ -18,11 +19,12 @@ from megatron_bp.tools.dry_run.meta import Parameter, models
 REPEATED = re.compile(r"(?<=layers\.)\d+|(?<=local_experts\.)\d+")
 
 
-def gather(args: Namespace) -> dict[str, Any]:
+def gather(args: Namespace, fused: bool = False) -> dict[str, Any]:
     """All but the command line and the notes.
 
     Args:
         args: Megatron's validated arguments.
+        fused: the run's layers are Transformer Engine's, whatever `args` say.
     """
     found = {
         "degrees": _degrees(args),
@@ -31,7 +33,7 @@ def gather(args: Namespace) -> dict[str, Any]:
     }
     if args.objective == "ar":
         return found
-    task = task_of(args)
+    task = replace(task_of(args), fused=fused)
     found["parameters"]["planned"] = parameters_of(args, task)
     return found | planned(task, layout_of(args))
 
@@ -60,7 +62,7 @@ def planned(task: Task, layout: Layout) -> dict[str, Any]:
                 for f in flows
             ]
         },
-        "memory": _of(holder) | {"parts": parts, "total": sum(parts.values())},
+        "memory": _of(holder) | {"fused": task.fused, "parts": parts, "total": sum(parts.values())},
     }
 
 

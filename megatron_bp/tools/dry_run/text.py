@@ -77,7 +77,8 @@ def _planned(facts: dict[str, Any]) -> Iterator[str]:
     flows = [(_flow(f), f"{f['bytes']:,} bytes", _size(f["bytes"])) for f in sent["flows"]]
     yield from _table(flows or [("nothing", "", "")])
     yield ""
-    yield f"Memory of {_gpu(memory)}, which holds most, at its peak; estimated"
+    layers = "layers of Transformer Engine" if memory["fused"] else "local layers"
+    yield f"Memory of {_gpu(memory)}, which holds most, at its peak, with {layers}; estimated"
     parts = [(name, _size(size)) for name, size in memory["parts"].items() if size]
     yield from _table([*parts, ("all", _size(memory["total"]))])
     yield "  (process: of a CPU run; on a GPU it lies outside of what torch reports as allocated)"
