@@ -1,7 +1,7 @@
 """Rates of a machine from what `bench` measured there, in place of the fitted ones.
 
-`bench attention` tells how fast attention is, `bench step` how fast a whole step: what attention
-does not explain of it is products. A rate that no file tells stays as it was.
+`bench step` gives one rate to products and attention together, which a step cannot tell apart;
+`bench attention` one to attention alone. A rate that no file tells stays as it was.
 """
 
 import json
@@ -30,27 +30,25 @@ def read_bench(paths: Iterable[Path], gpu: Gpu, rates: Rates) -> tuple[Rates, st
     Raises:
         ValueError: a file cannot be read, or is none of these.
     """
-    told, steps = [], []
+    found: dict[str, float] = {}
+    told = []
     for path in paths:
         content = _read(path)
         longest = max(content["sizes"], key=lambda size: size["length"])
-        if "passes" in longest and "heads" in content and isinstance(content["heads"], list):
-            rate = _attention(content, longest, path) / gpu.peak(_bytes(content))
-            rates = replace(rates, attention=rate, combined_attention=rate)
-            told.append(f"attention {rate:.0%} ({path.name})")
+        peak = gpu.peak(_bytes(content))
+        if "passes" in longest and isinstance(content.get("heads"), list):
+            found["attention"] = rate = _attention(content, longest, path) / peak
+            told.append(f"attention {rate:.0%} of the peak ({path.name})")
         elif OURS in longest.get("ways", {}):
-            steps.append((path, content, longest))
+            rate = _step(content, longest) / peak
+            found = {"products": rate, "attention": rate} | found
+            told.append(f"a whole step {rate:.0%} of the peak ({path.name})")
         else:
             raise ValueError(
                 f"--rates {path}: no measurement of attention or of a step; give the JSON of "
                 f"`bench attention` or `bench step`"
             )
-    for path, content, longest in steps:  # once attention's rate is known
-        peak = gpu.peak(_bytes(content))
-        rate = _products(content, longest, rates.attention * peak, path) / peak
-        rates = replace(rates, products=rate)
-        told.append(f"products {rate:.0%} ({path.name})")
-    return rates, ", ".join(told)
+    return replace(rates, **found), ", ".join(told)
 
 
 def _read(path: Path) -> Any:
@@ -81,14 +79,8 @@ def _attention(content: dict[str, Any], size: dict[str, Any], path: Path) -> flo
     return float(max(found))
 
 
-def _products(content: dict[str, Any], size: dict[str, Any], attention: float, path: Path) -> float:
-    """FLOPs a second of products, head and all else, in what attention leaves of a step."""
+def _step(content: dict[str, Any], size: dict[str, Any]) -> float:
+    """FLOPs a second of a step, products, attention and all."""
     way = size["ways"][OURS]
     pairs = ATTENTION * way["pairs"] * content["heads"] * content["head_dim"] * content["layers"]
-    left = median(way["seconds"]) - pairs / attention
-    if left <= 0:
-        raise ValueError(
-            f"--rates {path}: attention alone would take longer than the step that was measured "
-            f"({median(way['seconds']):.2f} s): measure both on one machine, and give both files"
-        )
-    return float(6 * size["weights"] * way["rows"] / left)
+    return float((6 * size["weights"] * way["rows"] + pairs) / median(way["seconds"]))

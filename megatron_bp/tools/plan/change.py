@@ -15,33 +15,43 @@ MOST_GPUS = 256
 LEAST_LENGTH = 1024
 SHORT = 2  # blocks of each GPU
 
+ByLength = dict[int, Counts]
+
 
 def changes(task: Task, machine: Machine) -> Iterator[str]:
     """Sentences, each of one change with which something fits, and what then."""
-    counts = Counts(task)
+    counts: ByLength = {}
     yield from _optimizer(task, machine, counts)
     yield from _more_memory(task, machine, counts)
     yield from _more_gpus(task, machine, counts)
-    yield from _shorter(task, machine)
+    yield from _shorter(task, machine, counts)
 
 
-def leanest(task: Task, machine: Machine, counts: Counts) -> Judged | None:
+def leanest(task: Task, machine: Machine, counts: ByLength) -> Judged | None:
     """What fits with the means that save most memory; None if nothing does.
 
     CSBP or one rank, full recompute, K/V in chunks, SP wherever there is TP.
     """
-    search = Search(task, machine, counts)
-    # Counting long rows takes seconds, and where a short one does not fit no long one does.
-    short = replace(task, length=min(task.length, SHORT * task.sequence.block_size * machine.gpus))
-    before = Search(short, machine)
+    return next(_fitting(task, machine, counts), None)
+
+
+def _fitting(task: Task, machine: Machine, counts: ByLength) -> Iterator[Judged]:
+    """Those that fit. Counting long rows takes seconds, so shorter ones have to fit first."""
+    short = SHORT * task.sequence.block_size * machine.gpus
+    steps = sorted({min(task.length, short), *(max(1, task.length // n) for n in (16, 4, 1))})
+    searches = [
+        Search(one, machine, counts.setdefault(one.length, Counts(one)))
+        for one in (replace(task, length=length) for length in steps)
+    ]
     for layout in _lean(task, machine):
         if refusal(task, layout, machine.per_node) is not None:
             continue
-        if before.judge(layout).seconds is not None:
+        for search in searches:
             judged = search.judge(layout)
-            if judged.seconds is not None:
-                return judged
-    return None
+            if judged.seconds is None:
+                break
+        else:
+            yield judged
 
 
 def _lean(task: Task, machine: Machine) -> Iterator[Layout]:
@@ -59,7 +69,7 @@ def _lean(task: Task, machine: Machine) -> Iterator[Layout]:
                     yield replace(layout, exchange=exchange, micro_batches=steps)
 
 
-def _optimizer(task: Task, machine: Machine, counts: Counts) -> Iterator[str]:
+def _optimizer(task: Task, machine: Machine, counts: ByLength) -> Iterator[str]:
     if task.distributed_optimizer or machine.gpus == 1:
         return
     found = leanest(replace(task, distributed_optimizer=True), machine, counts)
@@ -67,7 +77,7 @@ def _optimizer(task: Task, machine: Machine, counts: Counts) -> Iterator[str]:
         yield f"share the optimizer (use_distributed_optimizer: true): {_told(found)}"
 
 
-def _more_memory(task: Task, machine: Machine, counts: Counts) -> Iterator[str]:
+def _more_memory(task: Task, machine: Machine, counts: ByLength) -> Iterator[str]:
     """The smallest GPU that will do, and if none does so many of the largest."""
     larger = [one for one in gpus().values() if one.memory > machine.gpu.memory]
     larger.sort(key=lambda one: one.memory)
@@ -80,12 +90,12 @@ def _more_memory(task: Task, machine: Machine, counts: Counts) -> Iterator[str]:
         yield from _number(task, replace(machine, gpu=larger[-1]), counts, "more and larger GPUs")
 
 
-def _more_gpus(task: Task, machine: Machine, counts: Counts) -> Iterator[str]:
+def _more_gpus(task: Task, machine: Machine, counts: ByLength) -> Iterator[str]:
     found = [*_number(task, machine, counts, "more GPUs")]
     yield from found or [f"more GPUs do not help up to {MOST_GPUS} of {machine.gpu.name}"]
 
 
-def _number(task: Task, machine: Machine, counts: Counts, what: str) -> Iterator[str]:
+def _number(task: Task, machine: Machine, counts: ByLength, what: str) -> Iterator[str]:
     """How many GPUs of a kind will do."""
     number = machine.gpus
     while (number := 2 * number) <= MOST_GPUS:
@@ -96,11 +106,11 @@ def _number(task: Task, machine: Machine, counts: Counts, what: str) -> Iterator
             return
 
 
-def _shorter(task: Task, machine: Machine) -> Iterator[str]:
+def _shorter(task: Task, machine: Machine, counts: ByLength) -> Iterator[str]:
     length = task.length
     while (length := length // 2) >= LEAST_LENGTH:
         shorter = replace(task, length=length)
-        found = leanest(shorter, machine, Counts(shorter))
+        found = leanest(shorter, machine, counts)
         if found is not None:
             yield f"a shorter row, {length:,} tokens: {_told(found)}"
             return
