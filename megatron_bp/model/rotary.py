@@ -26,10 +26,12 @@ class PositionRotary(RotaryEmbedding):
         torch.nn.Module.__init__(self)
         self.rotary_interleaved = base.rotary_interleaved
         self.seq_len_interpolation_factor = base.seq_len_interpolation_factor
-        exponent = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        # On the CPU, also where the model itself is made on another device or on "meta".
+        at = torch.arange(0, dim, 2, device="cpu")
+        exponent = at.to(torch.float64) / dim
         exact = rotary_base**-exponent
         # Llama 3's frequency scaling stays Megatron's own: its float32 factor on exact frequencies.
-        plain = 1.0 / (rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        plain = 1.0 / (rotary_base ** (at.to(torch.float32) / dim))
         ratio = base.inv_freq.detach().to("cpu", torch.float64) / plain.to(torch.float64)
         self.frequencies = torch.where((ratio - 1).abs() < 1e-6, exact, exact * ratio)
 
