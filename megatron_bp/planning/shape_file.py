@@ -65,6 +65,8 @@ class _Step:
     distributed_optimizer: bool = True
     scored: float = 0.5
     passes: Literal["one", "two"] = "one"
+    sharded_gradients: bool = False
+    fused: bool = True
 
 
 def is_shape_file(path: Path) -> bool:

@@ -170,7 +170,7 @@ def test_at_long_context_nothing_is_waited_for() -> None:
 
 
 def test_the_page_is_what_the_command_writes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert PAGE.read_text() == page(RATES)
+    assert PAGE.read_text() == page(*read())
     main(["--page", str(tmp_path / "paper.md")])
     assert (tmp_path / "paper.md").read_text() == PAGE.read_text()
     main(["--fit"])

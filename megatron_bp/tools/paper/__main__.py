@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, value in vars(fit()).items():
             print(f"{name}: {value:.3f}")
         return
-    text = page(read()[0])
+    text = page(*read())
     if options.page is None:
         print(text, end="")
         return

@@ -1,8 +1,10 @@
 """The page docs/benchmarks/paper.md: what is counted, what is fitted, what is predicted."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from megatron_bp.planning.rates import Rates
+from megatron_bp.planning.memory import peak
+from megatron_bp.planning.rates import Rates, Uncounted
 from megatron_bp.tools.paper.counting import Counted, counted
 from megatron_bp.tools.paper.figures import CELLS, NETWORK, PEAK, TIMES, Cell, K, Scheme
 from megatron_bp.tools.paper.fit import LENGTH, MODEL, cell, equations, fit
@@ -27,7 +29,7 @@ fitted on one of the paper's models. This page is what
 
     .venv/bin/python -m megatron_bp.tools.paper --page docs/benchmarks/paper.md
 
-writes; it needs no GPU and no Megatron, and a test holds that it is up to date.
+writes, on any machine and without a GPU; a test holds that it is up to date.
 """
 
 TRAFFIC = """\
@@ -88,6 +90,25 @@ one model. Which of these takes the time, these figures cannot tell, and no rate
 it.
 """
 
+MEMORY = """\
+## Memory
+
+Peak of a GPU at 256K in GiB: what this project's layouts would hold, by
+[planning/memory.py](../../megatron_bp/planning/memory.py), against the paper's peaks. Nothing is
+fitted on the paper here: the factor on activations ({slack}) is that of runs on CPUs, and the
+process itself is left out, as torch's allocator leaves it out. Everything is recomputed, layers are
+Transformer Engine's, weights bfloat16, gradients float32, and the optimizer's 12 bytes a parameter
+are shared by replicas and slot. Megatron's gradient buffers are whole on each GPU; shared like the
+optimizer (as FSDP does it) they take what the last columns say.
+"""
+
+MEMORY_NOTE = """\
+With whole buffers in float32 the 14B model would hold 40 GiB more than the paper's run did: that
+run has none. With shared gradients dense models are a few per cent below the paper. The paper's
+DiffusionGemma holds more than is counted: its two passes keep what one does not, and in which form
+it holds its experts' gradients is not told.
+"""
+
 OURS = """\
 ## What this project's exchange is predicted to give
 
@@ -105,12 +126,13 @@ gain in tokens a second over the paper's CSBP, as the same rates predict it.
 OURS_NOTE = """\
 So at 128K and above nothing of the exchange is waited for, and the gain is what the paper's CSBP
 waits: a few per cent. Most of a step at long context is attention, and only faster kernels or fewer
-pairs would change that.
+pairs would change that. Steps of DiffusionGemma and Qwen are as far off here as their tokens are
+above; what their exchange waits for depends on the rate of attention, and a slower one hides more.
 """
 
 
-def page(rates: Rates) -> str:
-    """The page under some rates."""
+def page(rates: Rates, uncounted: Uncounted) -> str:
+    """The page under some rates, and constants of memory."""
     parts = [
         INTRODUCTION,
         TRAFFIC,
@@ -123,6 +145,9 @@ def page(rates: Rates) -> str:
         TOKENS,
         *_table(("model, context", "scheme", "predicted", "paper", "error"), _tokens(rates)),
         TOKENS_NOTE,
+        MEMORY.format(slack=uncounted.slack),
+        *_table(MEMORY_HEADS, _memory(uncounted)),
+        MEMORY_NOTE,
         OURS,
         *_table(OURS_HEADS, _ours(rates)),
         OURS_NOTE,
@@ -201,6 +226,22 @@ def _tokens(rates: Rates) -> Iterator[Sequence[str]]:
             f"{told:,}",
             _error(seconds.rate, told),
         )
+
+
+MEMORY_HEADS = ["model", "scheme", "paper", "whole buffers", "error", "shared gradients", "error"]
+
+
+def _memory(uncounted: Uncounted) -> Iterator[Sequence[str]]:
+    for one in CELLS:
+        for scheme, told in (one.peak or {}).items():
+            counts = counted(one, scheme, one_pass=True)
+            row = [one.model, scheme, f"{told:.1f}"]
+            for shared in (False, True):
+                task = replace(counts.task, sharded_gradients=shared)
+                held = peak(task, counts.layout, counts.counts, uncounted)
+                got = (held.total - uncounted.process) / GIB
+                row += [f"{got:.1f}", _error(got, told)]
+            yield row
 
 
 OURS_HEADS = (
