@@ -195,7 +195,7 @@ class Search:
         dropped["K/V in chunks", "as fast with all at once, which fits"] += len(fitting) - len(kept)
         missing = [one for group in short.values() for one in group]
         return Outcome(
-            fitting=_in_order(kept),
+            fitting=in_order(kept),
             closest=None if kept else min(missing, key=lambda x: x.memory.total, default=None),
             dropped=(
                 *_slower(kept),
@@ -243,7 +243,7 @@ class Search:
         return found, 0
 
 
-def _in_order(fitting: list[Judged]) -> tuple[Judged, ...]:
+def in_order(fitting: list[Judged]) -> tuple[Judged, ...]:
     """See `Outcome.fitting`."""
     best = max((one.speed for one in fitting), default=0.0)
     tie = [one for one in fitting if one.speed >= best * (1 - TIE)]

@@ -18,9 +18,10 @@ from megatron_bp.planning.candidates import candidates, divisors
 from megatron_bp.planning.counts import count, full_rows, options_of
 from megatron_bp.planning.hardware import Gpu
 from megatron_bp.planning.layout import Layout
-from megatron_bp.planning.memory import memory
+from megatron_bp.planning.memory import Memory, memory
 from megatron_bp.planning.rates import Rates, Uncounted
-from megatron_bp.planning.search import TIE, Counts, Machine, Outcome, Search
+from megatron_bp.planning.search import TIE, Counts, Judged, Machine, Outcome, Search, in_order
+from megatron_bp.planning.seconds import Seconds
 from megatron_bp.planning.shape import Attention, Layer, Mlp, Shape
 from megatron_bp.planning.task import Task
 from megatron_bp.planning.words import family, flags, in_words
@@ -189,10 +190,15 @@ def by_brute_force(task: Task, where: Machine) -> dict[Layout, float]:
     return out
 
 
-@pytest.mark.parametrize("has", [3e6, 6e6, 1e7, 1e12])
+@pytest.mark.parametrize(
+    ("recompute", "keep"), [("none", False), ("attention", False), ("full", True), ("full", False)]
+)
 @pytest.mark.parametrize("layers", [(DENSE,) * 2, (NEAR, DENSE)], ids=["dense", "window"])
-def test_the_best_is_found(layers: tuple[Layer, ...], has: float) -> None:
-    task, where = task_with(*layers, batch=4), machine(4, has)
+def test_the_best_is_found(layers: tuple[Layer, ...], recompute: Any, keep: bool) -> None:
+    """With just the memory that CSBP 4 needs under some recomputation."""
+    task = task_with(*layers, batch=4)
+    just = Layout(bp=4, cp=4, recompute=recompute, keep_attention=keep, micro_batches=4)
+    where = machine(4, Search(task, machine(4)).judge(just).memory.total)
     want = by_brute_force(task, where)
     outcome = Search(task, where).run()
     assert bool(want) == bool(outcome.fitting)
@@ -211,6 +217,17 @@ def test_ties_come_first_and_the_rest_by_speed() -> None:
     rest = [one.speed for one in outcome.fitting[len(ties) :]]
     assert rest == sorted(rest, reverse=True)
     assert min(one.speed for one in ties) >= best * (1 - TIE) > max(rest)
+
+
+def test_ties_are_in_order_of_their_links() -> None:
+    """Of 100, 99 and 90 tokens/s the second comes first: its links are busy for a shorter time."""
+
+    def one(speed: float, wire: float) -> Judged:
+        took = Seconds(products=1000 / speed, attention=0.0, head=0.0, tokens=1000)
+        return Judged(Layout(), Memory({}), took, wire=wire)
+
+    fast, tie, slow = one(100, 5.0), one(99, 1.0), one(90, 0.0)
+    assert in_order([slow, fast, tie]) == (tie, fast, slow)
 
 
 def test_a_slower_network_asks_for_fewer_bytes() -> None:
@@ -252,16 +269,23 @@ def test_what_does_not_fit_says_what_it_lacks() -> None:
 
 
 def test_memory_is_that_of_the_worst_rank_and_stage() -> None:
-    layout = Layout(pp=2, bp=4, cp=2, recompute="none", micro_batches=4)
-    task = task_with(DENSE, NEAR, DENSE, DENSE, length=500)
-    counts = count(make_plan(full_rows(500), options_of(task.sequence, layout)), layout, [None, 64])
-    where = machine()
-    totals = [
-        memory(task, layout, counts, stage, rank, where.uncounted).total
-        for stage in range(2)
-        for rank in range(4)
-    ]
-    assert Search(task, where).judge(layout).memory.total == max(totals)
+    task, where = task_with(DENSE, NEAR, DENSE, DENSE, length=500), machine()
+    first = 0
+    for layout in (
+        Layout(pp=2, bp=4, cp=2, recompute="none", micro_batches=4),
+        Layout(pp=2, bp=4, cp=1, micro_batches=1),
+        Layout(bp=2, cp=1, recompute="none"),
+    ):
+        plan = make_plan(full_rows(500), options_of(task.sequence, layout))
+        counts = count(plan, layout, [None, 64])
+        totals = [
+            memory(task, layout, counts, stage, rank, where.uncounted).total
+            for stage in range(layout.pp)
+            for rank in range(layout.slot)
+        ]
+        first += totals[0] == max(totals)
+        assert Search(task, where).judge(layout).memory.total == max(totals)
+    assert first < 3  # or this would not tell the worst from the first
 
 
 def test_reasons_are_counted() -> None:
