@@ -42,7 +42,7 @@ def errors(uncounted: Uncounted) -> dict[str, float]:
 
 def test_every_run_is_within_15_percent_of_its_measured_peak() -> None:
     found = errors(IN_USE)
-    assert len(found) >= 8
+    assert len(found) >= 10
     assert max(abs(error) for error in found.values()) <= 0.15, found
 
 
