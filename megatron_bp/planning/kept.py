@@ -75,10 +75,13 @@ def hidden_numbers(shape: Shape, layout: Layout) -> float:
 def norm_numbers(task: Task, layout: Layout) -> float:
     """Kept by a norm: its input, its output (which the next product keeps), and what is between.
 
-    Torch's RMSNorm on a CPU is no kernel of its own: it keeps the rows before the scale, too.
+    Torch's RMSNorm on a CPU is no kernel of its own: it keeps its input and the rows before the
+    scale in the accumulation dtype.
     """
-    between = not task.fused and task.shape.norm_vectors == 1
-    return (2 + between) * hidden_numbers(task.shape, layout)
+    hidden = hidden_numbers(task.shape, layout)
+    if task.fused or task.shape.norm_vectors > 1:
+        return 2 * hidden
+    return (1 + 2 * max(4, task.precision.model) / task.precision.model) * hidden
 
 
 def key_numbers(attention: Attention, tp: int) -> float:

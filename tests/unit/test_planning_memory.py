@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_bp.attention.exchange.choose import ExchangeOptions
 from megatron_bp.planning.arrivals import exchange_bytes
 from megatron_bp.planning.counts import SlotCounts, count, full_rows, options_of
-from megatron_bp.planning.kept import numbers
+from megatron_bp.planning.kept import norm_numbers, numbers
 from megatron_bp.planning.layout import Layout
 from megatron_bp.planning.memory import in_flight, memory, peak
 from megatron_bp.planning.rates import Uncounted
@@ -112,6 +113,25 @@ def test_kept_activations_under_full_recompute_are_the_inputs_of_layers() -> Non
     assert found["working set"] == max(again + working, later + 2 * 16 * 64)
 
 
+def test_torch_rms_norm_keeps_two_float32_rows_and_its_output() -> None:
+    of = {}
+    for size in (2, 4):
+        task = replace(TASK, fused=False, precision=Precision(size, 4, 12))
+        of[size] = size * norm_numbers(task, Layout())
+    assert of == {2: 16 * (4 + 4 + 2), 4: 16 * (4 + 4 + 4)}
+    for size, dtype in ((2, torch.bfloat16), (4, torch.float32)):
+        norm, kept = torch.nn.RMSNorm(16, dtype=dtype), {}
+        x = torch.ones(5, 16, dtype=dtype, requires_grad=True)
+
+        def keep(t: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[t.data_ptr()] = t.nbytes if t.shape == (5, 16) else 0
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = norm(x)
+        assert sum(kept.values()) + out.nbytes == 5 * of[size]
+
+
 def test_attention_that_is_kept_adds_its_result() -> None:
     more, less = (parts(TASK, Layout(keep_attention=keep)) for keep in (True, False))
     gained = more["kept activations"] - less["kept activations"]
@@ -167,7 +187,6 @@ def test_kept_activations_are_what_autograd_keeps(experts: int) -> None:
 
 def one_layer(rank: int, world: int, experts: int) -> tuple[int, int]:
     """(bytes saved for one layer more, bytes of tensors that live at the peak with two layers)."""
-    import torch
     from megatron.core import transformer
 
     from megatron_bp.attention.kernels.choose import choose

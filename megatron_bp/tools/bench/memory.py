@@ -69,7 +69,8 @@ def predicted(run: Run, uncounted: Uncounted) -> Memory:
 def fitted(peaks: dict[str, dict[str, int]]) -> Uncounted:
     """The two numbers with the least sum of squared relative errors, held-out runs left out.
 
-    Of fewer than two runs nothing can be fitted: those in use.
+    An allocator holds no less than what is used, so slack is at least 1. Of fewer than two runs
+    nothing can be fitted: those in use.
     """
     rows, wanted = [], []
     for one in RUNS:
@@ -82,7 +83,11 @@ def fitted(peaks: dict[str, dict[str, int]]) -> Uncounted:
         wanted.append(1 - steady / measured)
     if len(rows) < 2:
         return read()[1]
-    process, slack = np.linalg.lstsq(np.array(rows), np.array(wanted), rcond=None)[0]
+    factors, target = np.array(rows), np.array(wanted)
+    process, slack = np.linalg.lstsq(factors, target, rcond=None)[0]
+    if slack < 1:
+        left = target - factors[:, 1]
+        process, slack = factors[:, 0] @ left / (factors[:, 0] @ factors[:, 0]), 1.0
     return Uncounted(round(process), round(slack, 3))
 
 
