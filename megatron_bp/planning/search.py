@@ -34,6 +34,8 @@ class Machine:
         per_node: of a node.
         rates: what of the data sheet is reached.
         uncounted: memory that nobody counts.
+        free: part of a GPU's memory that is to stay free: for what its allocator, NCCL and kernels
+            hold beyond what is counted.
     """
 
     gpu: Gpu
@@ -41,6 +43,12 @@ class Machine:
     per_node: int
     rates: Rates
     uncounted: Uncounted
+    free: float = 0.0
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a GPU that a layout may need."""
+        return self.gpu.memory * (1 - self.free)
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class Search:
             ),
             key=lambda one: one.total,
         )
-        if needs.total > self.machine.gpu.memory:
+        if needs.total > self.machine.memory:
             return Judged(layout, needs)
         return self.timed(Judged(layout, needs))
 
@@ -199,7 +207,7 @@ class Search:
             closest=None if kept else min(missing, key=lambda x: x.memory.total, default=None),
             dropped=(
                 *_slower(kept),
-                *_short(short, self.machine.gpu.memory),
+                *_short(short, self.machine.memory),
                 *(Dropped(what, why, n) for (what, why), n in dropped.most_common() if n),
             ),
         )

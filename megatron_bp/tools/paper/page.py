@@ -103,10 +103,10 @@ optimizer (as FSDP does it) they take what the last columns say.
 """
 
 MEMORY_NOTE = """\
-With whole buffers in float32 the 14B model would hold 40 GiB more than the paper's run did: that
-run has none. With shared gradients dense models are a few per cent below the paper. The paper's
-DiffusionGemma holds more than is counted: its two passes keep what one does not, and in which form
-it holds its experts' gradients is not told.
+With whole buffers in float32 the 14B model would hold two fifths more than the paper's run did:
+that run has none. With shared gradients dense models stay below the paper, by what an allocator may
+hold beyond tensors. The paper's DiffusionGemma holds more than is counted: its two passes keep what
+one does not, and in which form it holds its experts' gradients is not told.
 """
 
 OURS = """\

@@ -46,6 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--gpu", default="h200", metavar="NAME", help="of planning/hardware.yaml (%(default)s)")
     add("--nodes", type=int, metavar="N", help="that they stand in (default: as few as hold them)")
     add("--network", type=float, metavar="GB/s", help="a GPU's part of a node's network")
+    add("--free", type=float, default=10, metavar="%%", help="of memory, to stay so (%(default)s)")
     add("--context", metavar="T,...", help="tokens a row, such as 64K,1M (default: the config's)")
     add("--global-batch", type=int, metavar="N", help="packed rows a step (default: the config's)")
     add("--rates", type=Path, nargs="+", metavar="BENCH", help="JSON files of bench of this kind")
@@ -155,6 +156,8 @@ def machine_of(options: argparse.Namespace) -> tuple[Any, str]:
         if not options.network > 0:
             raise InputError(f"--network {options.network}: must be above 0")
         gpu = replace(gpu, network=options.network * 1e9)
+    if not 0 <= options.free < 100:
+        raise InputError(f"--free {options.free}: per cent of a GPU's memory, from 0 to below 100")
     gpus = options.gpus or gpu.node * (options.nodes or 1)
     fewest = -(-gpus // gpu.node)
     nodes = options.nodes or next(n for n in range(fewest, gpus + 1) if gpus % n == 0)
@@ -171,7 +174,7 @@ def machine_of(options: argparse.Namespace) -> tuple[Any, str]:
     if options.rates:
         rates, measured = read_bench(options.rates, gpu, rates)
         told = f"{measured}; {keys} (planning/rates.yaml)"
-    return Machine(gpu, gpus, gpus // nodes, rates, uncounted), told
+    return Machine(gpu, gpus, gpus // nodes, rates, uncounted, options.free / 100), told
 
 
 def lengths(text: str | None) -> list[int]:

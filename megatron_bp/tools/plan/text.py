@@ -20,8 +20,8 @@ def head(task: Task, machine: Machine, rates: str) -> Iterator[str]:
         f"{task.sequence.block_size}, {task.global_batch} packed rows a step, each one document"
     )
     yield (
-        f"{machine.gpus} x {gpu.name} ({gpu.memory / GIB:.1f} GiB, "
-        f"{gpu.peak(task.precision.model) / 1e12:,.1f} TFLOP/s), {nodes} node"
+        f"{machine.gpus} x {gpu.name} ({gpu.memory / GIB:.1f} GiB, of which {machine.free:.0%} are "
+        f"to stay free, {gpu.peak(task.precision.model) / 1e12:,.1f} TFLOP/s), {nodes} node"
         f"{'s' * (nodes > 1)} of {machine.per_node}"
     )
     yield f"rates: {rates}"
@@ -138,11 +138,12 @@ def _nothing(machine: Machine, outcome: Outcome) -> Iterator[str]:
     if one is None:
         yield "No layout is allowed: see what is left out, and why."
         return
-    lacks = (one.memory.total - machine.gpu.memory) / GIB
+    lacks, has = (one.memory.total - machine.memory) / GIB, machine.gpu.memory / GIB
     yield (
         f"Nothing fits: memory is short by {lacks:,.1f} GiB on each GPU in the layout that comes "
         f"closest, {in_words(one.layout)}. It needs {one.memory.total / GIB:,.1f} GiB, and "
-        f"{machine.gpu.name} has {machine.gpu.memory / GIB:,.1f}."
+        f"{machine.gpu.name} has {machine.memory / GIB:,.1f} if {machine.free:.0%} of its "
+        f"{has:,.1f} stay free."
     )
     yield ""
     yield from memory_lines(one)
@@ -153,7 +154,7 @@ def _given(search: Search, outcome: Outcome, start: Layout) -> str:
     machine, own = search.machine, in_words(start)
     judged = search.judge(start)
     if judged.seconds is None:
-        lacks = (judged.memory.total - machine.gpu.memory) / GIB
+        lacks = (judged.memory.total - machine.memory) / GIB
         return f"The config's own layout, {own}, does not fit: it lacks {lacks:,.1f} GiB a GPU."
     ahead = sum(one.speed > judged.speed for one in outcome.fitting)
     behind = 1 - judged.speed / max([judged.speed, *(one.speed for one in outcome.fitting)])
