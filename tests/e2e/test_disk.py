@@ -127,3 +127,16 @@ def test_a_full_disk_under_an_asynchronous_save(tmp_path: Path, small: Path) -> 
         assert run.leftovers() == []
     finally:
         run.clean_up()
+
+
+def test_a_process_ends_with_1_and_its_line_after_its_report(tmp_path: Path, small: Path) -> None:
+    """The file that broke off stays in memory: freed while the report is made, it faults."""
+    save = small / "run"
+    head = [*make_data(tmp_path), *FLAGS, "--save", str(save)]
+    run = Run(1, head, tmp_path / "output.txt", torchrun=False)
+    try:
+        assert run.end(120) == 1, run.output[-4000:]
+        (line,) = errors(run.output)
+        assert f"could not be written to {save}: rank 0: No space left on device" in line
+    finally:
+        run.clean_up()

@@ -93,6 +93,18 @@ def test_every_process_of_a_run_gets_it_with_loaders_and_writers(tmp_path: Path)
         run.clean_up()
 
 
+def test_a_process_with_loaders_ends_when_it_has_written_its_report(tmp_path: Path) -> None:
+    head, save = make_data(tmp_path), tmp_path / "run"
+    more = ["--exit-interval", "2", "--num-workers", "1"]
+    run = Run(1, [*head, *flags(save), *more], tmp_path / "output.txt", torchrun=False)
+    try:
+        assert run.end(120) == 0, run.output[-4000:]
+        assert "After step 2 of 100,000; it was told to stop." in (save / "report.md").read_text()
+        assert run.leftovers() == []
+    finally:
+        run.clean_up()
+
+
 @pytest.mark.slow
 def test_torchrun_passes_it_on_and_itself_ends_with_1(tmp_path: Path) -> None:
     head, save = make_data(tmp_path), tmp_path / "run"
