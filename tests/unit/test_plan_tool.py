@@ -97,6 +97,7 @@ def test_fewer_layouts_are_printed(shape: Path, capsys: pytest.CaptureFixture[st
         (["--context", "0"], "--context 0: '0' is no length"),
         (["--context", "64Q"], "'64Q' is no length; write tokens, such as 65536 or 64K"),
         (["--context", "64K,"], "'' is no length"),
+        (["--context", "8000000M"], "cannot be counted in the memory of this machine"),
         (["--top", "0"], "--top 0: must be at least 1"),
         (["--network", "-1"], "--network -1.0: must be above 0"),
         (["--global-batch", "0"], "--global-batch 0: must be at least 1"),
@@ -253,6 +254,23 @@ def test_rates_of_a_bench(tmp_path: Path, first: int) -> None:
     assert (alone.products, alone.attention) == (0.1, pytest.approx(0.4))
     both, _ = read_bench(files[:1], SLOW, RATES)
     assert both.products == both.attention == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"sizes": 1}, "no complete measurement"),
+        ({"sizes": [{}]}, "no complete measurement"),
+        ({"sizes": [{"length": 1, "ways": {"block diffusion": {}}}]}, "no complete measurement"),
+        (ATTENTION | {"heads": []}, "no complete measurement"),
+        (STEP | {"layers": 0, "sizes": [STEP["sizes"][0] | {"weights": 0}]}, "gives 0% of the"),
+    ],
+)
+def test_half_a_bench_is_refused(tmp_path: Path, content: dict[str, Any], words: str) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"--rates {path}: .*{words}"):
+        read_bench([path], SLOW, RATES)
 
 
 def test_rates_of_the_machine_that_was_measured_here() -> None:

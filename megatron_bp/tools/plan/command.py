@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         fits = run(options)
     except BrokenPipeError:
         raise SystemExit(1) from None
+    except MemoryError as error:
+        fail(f"rows of this length cannot be counted in the memory of this machine: {error}")
     except (ValueError, OSError, ImportError) as error:
         fail(str(error))
     raise SystemExit(0 if fits else 1)
@@ -185,7 +187,7 @@ def lengths(text: str | None) -> list[int]:
         word = part.strip().upper()
         unit = UNITS.get(word[-1:], 1)
         number = word[:-1] if unit > 1 else word
-        if not number.isdecimal() or int(number) < 1:
+        if not (number.isascii() and number.isdecimal()) or int(number) < 1:
             raise InputError(
                 f"--context {text}: {part!r} is no length; write tokens, such as 65536 or 64K"
             )
