@@ -308,6 +308,16 @@ def test_a_config_of_a_run_and_its_own_layout() -> None:
 
 
 @pytest.mark.ranks
+def test_the_own_layout_has_the_batch_that_was_asked_for() -> None:
+    """The config's batch of 2 could not be dealt to 3 replicas."""
+    argv = [str(ROOT / "configs" / "quickstart.yaml"), "--gpus", "6", "--gpu", "cpu"]
+    status, out = run_ranks(1, plan_of_run, [*argv, "--global-batch", "3", "--context", "64"])[0]
+    assert status == 0, out
+    assert "3 packed rows a step" in out
+    assert "The config's own layout, DP 3, CSBP 2, no recompute" in out
+
+
+@pytest.mark.ranks
 def test_a_layout_that_the_gpus_cannot_take_is_noted() -> None:
     argv = [str(ROOT / "configs" / "quickstart.yaml"), "--gpus", "3", "--gpu", "cpu"]
     status, out = run_ranks(1, plan_of_run, argv)[0]

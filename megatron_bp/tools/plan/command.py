@@ -98,10 +98,8 @@ def run(options: argparse.Namespace) -> bool:
     from megatron_bp.tools.plan.source import read_source
 
     machine, rates = machine_of(options)
-    source = read_source(options.config, options.more, machine.gpus)
+    source = read_source(options.config, options.more, machine.gpus, options.global_batch)
     task = source.task
-    if options.global_batch is not None:
-        task = replace(task, global_batch=options.global_batch)
     say(text.head(task, machine, rates))
     say(f"note: {note}" for note in source.notes)
     record: dict[str, Any] = {
