@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         fits = run(options)
     except BrokenPipeError:
         raise SystemExit(1) from None
+    except MemoryError as error:
+        fail(f"rows of this length cannot be counted in the memory of this machine: {error}")
     except (ValueError, OSError, ImportError) as error:
         fail(str(error))
     raise SystemExit(0 if fits else 1)
@@ -97,10 +99,8 @@ def run(options: argparse.Namespace) -> bool:
     from megatron_bp.tools.plan.source import read_source
 
     machine, rates = machine_of(options)
-    source = read_source(options.config, options.more, machine.gpus)
+    source = read_source(options.config, options.more, machine.gpus, options.global_batch)
     task = source.task
-    if options.global_batch is not None:
-        task = replace(task, global_batch=options.global_batch)
     say(text.head(task, machine, rates))
     say(f"note: {note}" for note in source.notes)
     record: dict[str, Any] = {
@@ -188,7 +188,7 @@ def lengths(text: str | None) -> list[int]:
         word = part.strip().upper()
         unit = UNITS.get(word[-1:], 1)
         number = word[:-1] if unit > 1 else word
-        if not number.isdecimal() or int(number) < 1:
+        if not (number.isascii() and number.isdecimal()) or int(number) < 1:
             raise InputError(
                 f"--context {text}: {part!r} is no length; write tokens, such as 65536 or 64K"
             )
