@@ -157,7 +157,7 @@ def _tensor_parallel(
     gathers = 2 + 2 + 2 * again + layout.sequence_parallel
     yield Flow(
         name="tensor-parallel sums",
-        layers=f"{len(layers)} layers",
+        layers=f"{len(layers)} layer{'s' * (len(layers) > 1)}",
         ranks=layout.tp,
         span=layout.tp,
         bytes=layout.micro_batches * cut * gathers * mine.rows * row,
@@ -213,7 +213,7 @@ def _experts(
     number = rows * copies * 2 * passes * task.shape.hidden
     yield Flow(
         name="rows to experts and back",
-        layers=f"{len(sparse)} layers",
+        layers=f"{len(sparse)} layer{'s' * (len(sparse) > 1)}",
         ranks=layout.ep,
         span=layout.ep,  # whose ranks follow each other: TP cuts no expert
         bytes=layout.micro_batches * number * task.precision.model,

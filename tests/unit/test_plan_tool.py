@@ -99,6 +99,8 @@ def test_fewer_layouts_are_printed(shape: Path, capsys: pytest.CaptureFixture[st
         (["--context", "64K,"], "'' is no length"),
         (["--context", "8000000M"], "cannot be counted in the memory of this machine"),
         (["--top", "0"], "--top 0: must be at least 1"),
+        (["--gpus", "1000"], "--gpus 1000: at most 512 are planned at once"),
+        (["--json", "none/at/all.json"], "--json none/at/all.json: there is no such folder"),
         (["--free", "100"], "--free 100.0: per cent of a GPU's memory, from 0 to below 100"),
         (["--network", "-1"], "--network -1.0: must be above 0"),
         (["--global-batch", "0"], "--global-batch 0: must be at least 1"),
