@@ -152,9 +152,9 @@ def test_tensor_parallel_ranks_do_not_cut_experts() -> None:
     )
     found = flows(layout, alone)
     # one sum there and one back and one again, each a gather and a scatter; one gather more
-    assert found["tensor-parallel sums of 1 layers"].bytes == 7 * 20 * 64
-    assert flows(layout, beside)["tensor-parallel sums of 1 layers"].bytes == 14 * 20 * 64
-    assert found["rows to experts and back of 1 layers"].span == 2
+    assert found["tensor-parallel sums of 1 layer"].bytes == 7 * 20 * 64
+    assert flows(layout, beside)["tensor-parallel sums of 1 layer"].bytes == 14 * 20 * 64
+    assert found["rows to experts and back of 1 layer"].span == 2
     assert found["gradients of experts"].bytes == 2 * 3 * 32 * 16 * 4 / 2
     assert found["gradients of experts"].ranks == 2
     # the router, 4 x 32, is whole on each rank, as norms are
