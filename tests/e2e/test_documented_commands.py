@@ -48,6 +48,7 @@ NOT_RUN = {
     "configs/sft_quickstart.yaml --tiny": "tests/ranks/test_model.py has the presets",
     "configs/quickstart_moe.yaml --tiny": "tests/e2e/test_verify.py has experts",
     "[CONFIG.yaml]": "a usage line",
+    "--dry-run-world-size 16": "tests/unit/test_dry_run.py runs it",
     "tools.plan CONFIG": "tests/unit/test_plan_tool.py runs it on small shapes and configs",
     "tools.draw KIND": "a usage line; tests/unit/test_draw.py runs each kind",
     "pkill": "tests/e2e/test_signals.py sends the signals",
@@ -153,12 +154,6 @@ def test_verify_from_its_page(tmp_path: Path) -> None:
     assert all(layout["worst_error"] < 1e-5 for layout in layouts[1:])
 
 
-def test_a_dry_run_from_its_page() -> None:
-    """Of 16 ranks, in one process."""
-    command = find("docs/running.md", "--dry-run-world-size 16")
-    assert "Dry run of configs/quickstart.yaml on 16 ranks" in run(command)
-
-
 def test_every_command_shown_is_run_or_has_its_reason() -> None:
     ran = ("tools.prepare --input TREE --suffix", "configs/mine.yaml", "tools.summary")
     ran += (
@@ -166,7 +161,6 @@ def test_every_command_shown_is_run_or_has_its_reason() -> None:
         "tools.evaluate RUN --data",
         "tools.modes --length",  # tests/unit/test_modes_table.py
         "tools.report RUN",
-        "--dry-run-world-size 16",
         "torchrun --standalone",
         "tests/e2e/kills.py",
     )

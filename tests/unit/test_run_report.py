@@ -288,6 +288,7 @@ def test_a_picture_that_fails_costs_no_report(
 
     monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
     monkeypatch.setattr(loss_curve, "draw_losses", draw)
+    monkeypatch.setattr(command, "LEAST_STEPS", 1)
     assert command.write(folder).read_text() == page(RECORD)
     assert "no picture of the losses: RuntimeError: no fonts" in capsys.readouterr().err
 
@@ -303,6 +304,10 @@ def test_the_picture_is_drawn_where_matplotlib_is(
 
     monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
     monkeypatch.setattr(loss_curve, "draw_losses", draw)
+    steps = sum(row["kind"] == "train" and row["loss"] is not None for row in ROWS)
+    monkeypatch.setattr(command, "LEAST_STEPS", steps + 1)
+    assert "(report_losses.png)" not in command.write(folder).read_text()
+    monkeypatch.setattr(command, "LEAST_STEPS", steps)
     assert "(report_losses.png)" in command.write(folder).read_text()
 
 

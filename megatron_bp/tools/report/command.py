@@ -17,6 +17,7 @@ from megatron_bp.training.record import read_metrics
 
 REPORT = "report.md"
 PICTURE = "report_losses"
+LEAST_STEPS = 8  # of a picture
 
 
 def read(run: Path) -> Record:
@@ -65,12 +66,12 @@ def write(run: Path) -> Path:
 
 
 def _draw(rows: list[Row], run: Path) -> str | None:
-    """The picture of the losses, a file in `run`; None without matplotlib, or without a step.
+    """The picture of the losses, a file in `run`; None without matplotlib, or with few steps.
 
     Nor is there one, and it is told, where drawing fails: the report is worth more.
     """
-    if not any(row["kind"] == "train" and row["loss"] is not None for row in rows):
-        return None
+    if sum(row["kind"] == "train" and row["loss"] is not None for row in rows) < LEAST_STEPS:
+        return None  # the table tells as much
     try:
         importlib.import_module("matplotlib")
     except ImportError:
