@@ -3,10 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from megatron_bp.planning.flops import BACKWARD_ATTENTION
 from megatron_bp.planning.rates import Rates
-from megatron_bp.planning.shape import Attention
-from megatron_bp.planning.traffic import DTYPES
+from megatron_bp.planning.seconds import waited
 from megatron_bp.tools.paper.counting import Counted, counted
 from megatron_bp.tools.paper.figures import NETWORK, PEAK, Cell, K, Scheme
 from megatron_bp.tools.paper.fit import cell
@@ -92,24 +90,8 @@ def _seconds(counts: Counted, rates: Rates, attention: float, exposed: float) ->
 def _waited(counts: Counted, rank: int, rates: Rates) -> float:
     """Seconds of a step that a rank waits for K/V and their gradients."""
     kinds = Counter(x.attention for x in counts.task.shape.layers if x.attention is not None)
+    mine, speeds = counts.counts.ranks[rank], (rates.link * NETWORK, rates.attention * PEAK)
     return sum(
-        number * _waited_in_layer(counts, rank, attention, rates)
+        number * waited(counts.task, counts.layout, mine, attention, *speeds)
         for attention, number in kinds.items()
     )
-
-
-def _waited_in_layer(counts: Counted, rank: int, attention: Attention, rates: Rates) -> float:
-    """See `ours`; forward and recomputed forward hide one pass each, the backward the gradients.
-
-    While K/V come, all pairs with own keys are computed; while gradients leave, those with own
-    clean keys, which are half of them or more: a corrupted row sees but a block of its own.
-    """
-    mine, tp = counts.counts.ranks[rank], counts.layout.tp
-    row = 2 * max(1, attention.key_heads // tp) * attention.head_dim
-    sent, dtype = mine.sent[attention.window], DTYPES[counts.task.precision.model]
-    link, speed = rates.link * NETWORK, rates.attention * PEAK
-    pair = 4 * attention.query_heads / tp * attention.head_dim / speed
-    local = mine.local_pairs[attention.window]
-    clean = max(0, local - mine.corrupted * counts.task.sequence.block_size)
-    fetch, back = sent.bytes(row, dtype, 1, 0) / link, sent.bytes(row, dtype, 0, 1) / link
-    return 2 * max(0.0, fetch - local * pair) + max(0.0, back - BACKWARD_ATTENTION * clean * pair)
