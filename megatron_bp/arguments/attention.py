@@ -62,6 +62,18 @@ def add_attention_flags(group: Any) -> None:
         help="Under full recompute, keep what attention made: its output and log-sum-exp.",
     )
     add(
+        "--query-scale-beta",
+        type=float,
+        default=None,
+        help="Queries are scaled by 1 + beta log(1 + floor(position / length)), as in Ministral 3.",
+    )
+    add(
+        "--query-scale-length",
+        type=int,
+        default=None,
+        help="The length above: the model's context before it was extended, in tokens.",
+    )
+    add(
         "--attention-kernel",
         choices=NAMES,
         default="auto",
