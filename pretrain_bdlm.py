@@ -10,10 +10,14 @@ from functools import partial
 from typing import Any
 
 from megatron_bp import cpu
+from megatron_bp.tools.dry_run.command import dry_run
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, build and train; `argv` defaults to the process's own command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--dry-run" in argv:
+        return dry_run(argv)
     if cpu.needed():
         cpu.install()
     from megatron.core import parallel_state
@@ -24,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     from megatron_bp import arguments
     from megatron_bp.batch.chat_report import chat_report
     from megatron_bp.batch.dataset import build_datasets
+    from megatron_bp.tools.report.run import reported
     from megatron_bp.training import ar, saving, start
     from megatron_bp.training.conversion import ConversionError
     from megatron_bp.training.host import prepare_megatron
@@ -31,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     from megatron_bp.training.record import Recorder
     from megatron_bp.training.step import forward_step
 
-    args = arguments.parse(sys.argv[1:] if argv is None else argv)
+    args = arguments.parse(argv)
     prepare_megatron()
     saving.install(args)
     metrics = Metrics()
@@ -78,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         return built
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own
-    with saving.errors_told(args):
+    with saving.errors_told(args), reported(args):
         try:
             pretrain(
                 pretrain_cfg_container_from_args(args, arguments.model_config(args)),

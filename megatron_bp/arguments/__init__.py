@@ -14,6 +14,7 @@ from megatron_bp.arguments.build import (
     model_config,
     nonfinite,
     settings,
+    steps_done,
 )
 from megatron_bp.arguments.config_file import ConfigError
 from megatron_bp.arguments.contract import ContractError
@@ -41,5 +42,6 @@ __all__ = [
     "parse",
     "resolve",
     "settings",
+    "steps_done",
     "test_kernel",
 ]

@@ -3,7 +3,7 @@
 import argparse
 import os
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -87,12 +87,15 @@ def megatron_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(cp_comm_type=["p2p"])
 
 
-def refuse_attention(args: Namespace, given: Collection[str]) -> None:
+def refuse_attention(
+    args: Namespace, given: Collection[str], absent: Callable[[str], None] = no
+) -> None:
     """Check the flags above.
 
     Args:
         args: as for `rules.refuse`.
         given: flags that were given.
+        absent: as for `rules.refuse`.
 
     Raises:
         RefusedError: with the reason.
@@ -127,11 +130,17 @@ def refuse_attention(args: Namespace, given: Collection[str]) -> None:
         )
     try:
         ExchangeOptions("auto", args.clean_kv_rows, args.needed_rows_fraction)
+<<<<<<< HEAD
         _query_scale(args)
+=======
+    except ValueError as error:
+        no(str(error))
+    try:
+>>>>>>> main
         if args.clean_kv_exchange == "te":
             te.collectives()
     except ValueError as error:
-        no(str(error))
+        absent(str(error))
     if args.recompute_keep_attention and args.recompute_granularity != "full":
         no(
             "--recompute-keep-attention: keeps attention's result where whole layers are "
@@ -179,6 +188,12 @@ def aligns_chunks(args: Namespace) -> bool:
     return mode == "CP" and args.bdlm_cp_comm_type == "clean_all_gather"
 
 
+def exchange_options(args: Namespace) -> ExchangeOptions:
+    """How K/V of other ranks come."""
+    mode = parallel_mode(args.block_parallel_size, args.bdlm_clean_shard_size)
+    return ExchangeOptions(_form(args, mode), args.clean_kv_rows, args.needed_rows_fraction)
+
+
 def attention_options(args: Namespace) -> AttentionOptions:
     """What the attention module needs, from Megatron's validated arguments.
 
@@ -186,12 +201,11 @@ def attention_options(args: Namespace) -> AttentionOptions:
         ValueError: the kernel cannot do what the run needs.
     """
     mode = parallel_mode(args.block_parallel_size, args.bdlm_clean_shard_size)
-    form = _form(args, mode)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernel = choose(args.attention_kernel, device, args.params_dtype, args.kv_channels)
     return AttentionOptions(
         kernel=kernel,
-        exchange=ExchangeOptions(form, args.clean_kv_rows, args.needed_rows_fraction),
+        exchange=exchange_options(args),
         over_heads=mode == "CP" and args.bdlm_cp_comm_type == "a2a",
         keep_gathered=args.keep_gathered_kv,
         keep_results=args.recompute_keep_attention,

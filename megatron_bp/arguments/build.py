@@ -16,6 +16,7 @@ from megatron_bp.model.config import BDLMModelConfig
 from megatron_bp.model.moe import BALANCE_LOSSES, Z_LOSS
 from megatron_bp.model.reference import reference_model
 from megatron_bp.sequence.plan import SequenceOptions
+from megatron_bp.training import journal
 from megatron_bp.training.ar import ArSettings
 from megatron_bp.training.auxiliary import Auxiliary
 from megatron_bp.training.conversion import Conversion
@@ -30,22 +31,7 @@ def settings(
     """What a training step needs, from Megatron's validated arguments."""
     return StepSettings(
         attention=attention_options(args),
-        sequence=SequenceOptions(
-            block_size=args.diffusion_block_size,
-            block_parallel_size=args.block_parallel_size,
-            context_parallel_size=args.bdlm_clean_shard_size,
-            clean_relation=args.clean_relation,
-            own_relation=args.own_relation,
-            row_cost=_row_cost(args),
-            score_clean=args.ar_scored_tokens if args.ar_loss_weight > 0 else "none",
-            grid=args.block_grid,
-            response_end=args.response_end,
-            alignment=args.alignment,
-            copies=args.corrupted_copies,
-            window_anchor=args.window_anchor,
-            max_imbalance=args.max_imbalance,
-            align_chunks=aligns_chunks(args),
-        ),
+        sequence=sequence_options(args),
         objective=Objective(
             mask_token_id=args.mask_token_id,
             vocabulary=args.bdlm_vocabulary,
@@ -71,6 +57,26 @@ def settings(
         metrics=metrics,
         nonfinite=nonfinite,
         count_rows=args.num_experts is not None,
+    )
+
+
+def sequence_options(args: Namespace) -> SequenceOptions:
+    """How rows are planned, from Megatron's validated arguments."""
+    return SequenceOptions(
+        block_size=args.diffusion_block_size,
+        block_parallel_size=args.block_parallel_size,
+        context_parallel_size=args.bdlm_clean_shard_size,
+        clean_relation=args.clean_relation,
+        own_relation=args.own_relation,
+        row_cost=_row_cost(args),
+        score_clean=args.ar_scored_tokens if args.ar_loss_weight > 0 else "none",
+        grid=args.block_grid,
+        response_end=args.response_end,
+        alignment=args.alignment,
+        copies=args.corrupted_copies,
+        window_anchor=args.window_anchor,
+        max_imbalance=args.max_imbalance,
+        align_chunks=aligns_chunks(args),
     )
 
 
@@ -110,7 +116,7 @@ def conversion(args: Namespace, run: NewRun | None, settings: StepSettings) -> C
         return None
     if args.check_conversion == "off":
         if args.rank == 0:
-            print("megatron_bp: the conversion is not checked (--check-conversion off)", flush=True)
+            journal.warn("the conversion is not checked (--check-conversion off)")
         return None
 
     def reference(wide: bool) -> list[Any]:
@@ -124,7 +130,7 @@ def conversion(args: Namespace, run: NewRun | None, settings: StepSettings) -> C
 def nonfinite(args: Namespace) -> NonFinite:
     """The watch over losses; its files go to the --save folder."""
     folder = Path(args.save) if args.save else None
-    return NonFinite(args.on_nonfinite, folder, lambda: _iteration(args) + 1)
+    return NonFinite(args.on_nonfinite, folder, lambda: steps_done(args) + 1)
 
 
 def auxiliary(args: Namespace) -> Auxiliary | None:
@@ -142,6 +148,11 @@ def auxiliary(args: Namespace) -> Auxiliary | None:
     if args.moe_z_loss_coeff is not None:
         losses["moe_z_loss"] = Z_LOSS
     return Auxiliary(losses, tuple(moe_layers(args)))
+
+
+def steps_done(args: Namespace) -> int:
+    """Steps done; an evaluation alone (--skip-train) has only the checkpoint's."""
+    return int(getattr(args, "curr_iteration", getattr(args, "iteration", 0)))
 
 
 def metrics_path(args: Namespace) -> Path | None:
@@ -232,8 +243,3 @@ def moe_layers(args: Namespace) -> list[bool]:
     if isinstance(args.moe_layer_freq, int):
         return [layer % args.moe_layer_freq == 0 for layer in range(args.num_layers)]
     return [bool(layer) for layer in args.moe_layer_freq]
-
-
-def _iteration(args: Namespace) -> int:
-    """Steps done; an evaluation alone (--skip-train) has only the checkpoint's."""
-    return int(getattr(args, "curr_iteration", getattr(args, "iteration", 0)))

@@ -9,6 +9,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from megatron_bp.training import journal
+
 # What the weights, and the optimizer's state of them, mean.
 MODEL = (
     "num_layers",
@@ -133,10 +135,9 @@ def check_contract(args: Namespace) -> None:
     ordered = getattr(args, "chats", False) and not args.skip_train
     changed = differences(saved, args, (*TOLD, *(OF_CHATS if ordered else ())))
     if changed and args.rank == 0 and goes_on and not args.finetune:
-        print(
-            f"megatron_bp: goes on from {folder} with {told(changed)}: the data, their order, "
-            f"noise or the rows of evaluations are others from here on",
-            flush=True,
+        journal.warn(
+            f"goes on from {folder} with {told(changed)}: the data, their order, noise or the rows "
+            f"of evaluations are others from here on"
         )
     found = differences(saved, args)
     if not found:

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 
+class AbsentError(ValueError):
+    """A file that names the data cannot be read."""
+
+
 def data_prefixes(args: Namespace) -> list[str]:
     """The prefixes of .bin/.idx pairs that the flags name, without the weights of a blend.
 
     Raises:
-        ValueError: flags that exclude each other, or a file of prefixes that cannot be read.
+        AbsentError: a file of prefixes cannot be read.
+        ValueError: flags that exclude each other, or what that file holds is no list of prefixes.
     """
     whole = [name for name in ("data_path", "data_args_path") if getattr(args, name)]
     split = [
@@ -41,6 +46,14 @@ def data_prefixes(args: Namespace) -> list[str]:
     if args.per_split_data_args_path:
         words += _per_split(args.per_split_data_args_path)
     return [word for word in words if not _is_weight(word)]
+
+
+def prefixes_here(args: Namespace) -> list[str]:
+    """Those of them whose files are there: all, once a run's flags are checked."""
+    try:
+        return [prefix for prefix in data_prefixes(args) if missing_files([prefix]) is None]
+    except AbsentError:
+        return []
 
 
 def missing_files(prefixes: list[str]) -> str | None:
@@ -74,7 +87,7 @@ def _read(flag: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {path}: cannot be read ({error})") from error
+        raise AbsentError(f"{flag} {path}: cannot be read ({error})") from error
 
 
 def _is_weight(text: str) -> bool:

@@ -6,18 +6,20 @@ Every refusal names the value, the rule and the way out.
 from argparse import Namespace
 from collections.abc import Collection
 
+from megatron_bp.arguments.absent import Absent
 from megatron_bp.arguments.attention import refuse_attention
 from megatron_bp.arguments.experts import experts_refusal
 from megatron_bp.arguments.refused import no
 from megatron_bp.parallel.mode import parallel_mode
 
 
-def refuse_degrees(args: Namespace, given: Collection[str]) -> None:
+def refuse_degrees(args: Namespace, given: Collection[str], absent: Absent = no) -> None:
     """Check the degrees and what comes with them.
 
     Args:
         args: as for `rules.refuse`.
         given: flags that were given.
+        absent: as for `rules.refuse`.
 
     Raises:
         RefusedError: with the reason.
@@ -28,7 +30,7 @@ def refuse_degrees(args: Namespace, given: Collection[str]) -> None:
         no(str(error))
     _tensor_parallel(args)
     _pipeline(args)
-    refuse_attention(args, given)
+    refuse_attention(args, given, absent)
     if (message := experts_refusal(args)) is not None:
         no(message)
     if args.hybrid_context_parallel or args.hierarchical_context_parallel_sizes:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from megatron_bp.arguments.attention import attention_options
 from megatron_bp.attention.core_attention import layer_window
 from megatron_bp.attention.exchange.count import over_heads, sending
+from megatron_bp.planning.layout import Split
+from megatron_bp.planning.stages import deal
 from megatron_bp.sequence.plan import RankRows, SequencePlan
 
 
@@ -75,31 +77,29 @@ def _layers_of_stages(args: Namespace) -> list[list[tuple[int, bool]]]:
 
     One rank with all of them, where a layout is written out by hand.
     """
-    stages = int(args.pipeline_model_parallel_size)
-    chunks = int(args.virtual_pipeline_model_parallel_size or 1)
     if args.pipeline_model_parallel_layout is not None:
-        stages = chunks = 1
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    # Standalone embedding and loss stand for a layer each, and take the place of one.
-    ends = [args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split]
-    between = stages - (first is not None) - (last is not None)
-    left = args.num_layers + sum(map(int, ends)) - (first or 0) - (last or 0)
-    sizes = [left // between if between else 0] * stages
-    if first is not None:
-        sizes[0] = first
-    if last is not None:
-        sizes[-1] = last
-    out: list[list[tuple[int, bool]]] = [[] for _ in range(stages)]
-    number = 0
-    for chunk in range(chunks):
-        for stage in range(stages):
-            size = sizes[stage] // chunks
-            size -= int(bool(ends[0]) and (chunk, stage) == (0, 0))
-            size -= int(bool(ends[1]) and (chunk, stage) == (chunks - 1, stages - 1))
-            recomputed = _recomputed(args, size)
-            out[stage] += [(number + i + 1, i < recomputed) for i in range(size)]
-            number += size
-    return out
+        dealt = deal(args.num_layers, 1, Split())
+    else:
+        dealt = deal(args.num_layers, args.pipeline_model_parallel_size, split_of(args))
+    return [
+        [
+            (number + 1, i < _recomputed(args, len(chunk)))
+            for chunk in stage
+            for i, number in enumerate(chunk)
+        ]
+        for stage in dealt
+    ]
+
+
+def split_of(args: Namespace) -> Split:
+    """How Megatron's arguments say that stages share layers."""
+    return Split(
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        first=args.decoder_first_pipeline_num_layers,
+        last=args.decoder_last_pipeline_num_layers,
+        embedding=bool(args.account_for_embedding_in_pipeline_split),
+        loss=bool(args.account_for_loss_in_pipeline_split),
+    )
 
 
 def _recomputed(args: Namespace, layers: int) -> int:

@@ -9,6 +9,7 @@ from megatron_bp.arguments.chats import add_chat_flags
 from megatron_bp.arguments.from_checkpoint import add_new_run_flags
 from megatron_bp.arguments.objective_flags import add_objective_flags
 
+DRY_RUN_FLAGS = ("--dry-run-world-size", "--dry-run-json")
 USAGE = "pretrain_bdlm.py [CONFIG.yaml] [--any-megatron-or-bdlm-flag VALUE ...]"
 
 
@@ -50,6 +51,24 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         "--print-config",
         action="store_true",
         help="Print what was given, resolved and derived, and exit.",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="Print degrees, shapes, parameters, rows, bytes and memory of a GPU, and exit.",
+    )
+    add(
+        "--dry-run-world-size",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Ranks of a dry run; default: WORLD_SIZE, else the fewest that the degrees allow.",
+    )
+    add(
+        "--dry-run-json",
+        default=None,
+        metavar="FILE",
+        help="Write what a dry run found there, too.",
     )
     add(
         "--metrics-file",

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from megatron_bp import cpu
+from megatron_bp.arguments.absent import Absent, DryRun
 from megatron_bp.arguments.build import model_config, settings
 from megatron_bp.arguments.chats import check_chats
 from megatron_bp.arguments.command_line import join
 from megatron_bp.arguments.config_file import to_flags
 from megatron_bp.arguments.contract import check_contract
-from megatron_bp.arguments.data_paths import data_prefixes
+from megatron_bp.arguments.data_paths import prefixes_here
 from megatron_bp.arguments.degrees import refuse_world
-from megatron_bp.arguments.flags import add_block_diffusion_flags, full_parser
+from megatron_bp.arguments.flags import DRY_RUN_FLAGS, add_block_diffusion_flags, full_parser
 from megatron_bp.arguments.from_checkpoint import new_run
 from megatron_bp.arguments.presets import PRESETS
-from megatron_bp.arguments.refused import RefusedError
+from megatron_bp.arguments.refused import RefusedError, no
 from megatron_bp.arguments.reshape import check_reshape
 from megatron_bp.arguments.resolved import check_writable, describe, save_resolved
 from megatron_bp.arguments.rules import refuse
@@ -52,22 +53,35 @@ DEFAULTS: dict[str, str | None] = {
 }
 
 
-def parse(argv: list[str]) -> Namespace:
+def parse(argv: list[str], dry: DryRun | None = None) -> Namespace:
     """Megatron's validated arguments for a command line; exits with one clear line on bad input.
 
     Also sets Megatron's globals, as its own entry does. Our own values in it: `bdlm_seq_length`
     (the real row length; Megatron's is rounded up), `bdlm_clean_shard_size` (CP in our sense) and
     `bdlm_vocabulary` (the true ids).
+
+    Args:
+        argv: the command line.
+        dry: for a dry run, which notes what the machine lacks; nothing is written then.
     """
     from megatron.training import arguments as megatron
     from megatron.training import get_tokenizer
 
     try:
         check_versions()
-        flags, real_length, clean_shard_size = resolve(argv, int(os.environ.get("WORLD_SIZE", "1")))
+        world, absent = int(os.environ.get("WORLD_SIZE", "1")), no if dry is None else dry.note
+        flags, real_length, clean_shard_size = resolve(argv, world, absent)
+        if dry is not None:
+            flags = dry.flags(flags)
+        elif {"--dry-run", *DRY_RUN_FLAGS} & set(flags):
+            no(
+                "--dry-run-world-size and --dry-run-json go with --dry-run, and all three on the "
+                "command line: a config file is of the run; leave them out, or add --dry-run there"
+            )
         before, sys.argv = sys.argv, [sys.argv[0], *flags]
         # Megatron prints a thousand lines, and --print-config is to be a file of its own.
-        told = sys.stderr if "--print-config" in flags else sys.stdout
+        told: TextIO = sys.stderr if "--print-config" in flags else sys.stdout
+        told = told if dry is None else dry.told
         try:
             _log_to(told)
             with contextlib.redirect_stdout(told):
@@ -83,10 +97,13 @@ def parse(argv: list[str]) -> Namespace:
         args.bdlm_seq_length = real_length
         args.bdlm_clean_shard_size = clean_shard_size
         args.bdlm_vocabulary = get_tokenizer().vocab_size
+        if dry is not None:
+            dry.without(args)
         _check_vocabulary(args)
         model_config(args).finalize()  # for its last checks; the run builds its own
-        check_writable(args)
-        for prefix in data_prefixes(args) if args.rank == 0 else ():
+        if dry is None:
+            check_writable(args)
+        for prefix in prefixes_here(args) if args.rank == 0 else ():
             mask = args.mask_token_id if args.noise == "absorbing" else None
             facts = check_indexed(prefix, args.bdlm_vocabulary, mask)
             print(f"megatron_bp: {prefix}: {facts}", file=told, flush=True)
@@ -104,7 +121,8 @@ def parse(argv: list[str]) -> Namespace:
             if args.rank == 0:
                 print(resolved)
             raise SystemExit(0)
-        save_resolved(args, resolved)
+        if dry is None:
+            save_resolved(args, resolved)
     except (ValueError, NotImplementedError) as error:
         fail(str(error), error)
     except AssertionError as error:
@@ -112,30 +130,21 @@ def parse(argv: list[str]) -> Namespace:
     return args
 
 
-def resolve(argv: list[str], world_size: int | None = None) -> tuple[list[str], int, int]:
+def resolve(
+    argv: list[str], world_size: int | None = None, absent: Absent = no
+) -> tuple[list[str], int, int]:
     """(flags for Megatron, real row length, CP in our sense) from our own command line.
 
     Args:
         argv: a config file or none, then flags.
         world_size: ranks that were started, if they are to be checked against the degrees.
+        absent: told of what a run needs and this machine lacks.
 
     Raises:
         ConfigError, RefusedError: bad input, before anything is started.
     """
-    parser = full_parser()
-    flags = join(argv, parser)
-    given = {token.split("=", 1)[0] for token in flags if token.startswith("--")}
-    for name, value in (DEFAULTS | (cpu.FLAGS if cpu.needed() else {})).items():
-        if name not in given:
-            flags += [name] if value is None else [name, value]
-    try:
-        flags += preset_flags(parser.parse_args(flags).objective, given)
-        args = parser.parse_args(flags)
-    except KeyError as error:  # a signal, say, that is none
-        raise RefusedError(f"{error.args[0]!r} is not a value of its flag; see --help") from error
-    if "--context-parallel-size" not in given:
-        args.context_parallel_size = args.block_parallel_size
-    refuse(args, given)
+    flags, args, given = parsed(argv)
+    refuse(args, given, absent)
     if world_size is not None:
         refuse_world(args, world_size)
     slot = max(args.block_parallel_size, args.context_parallel_size)
@@ -158,6 +167,34 @@ def resolve(argv: list[str], world_size: int | None = None) -> tuple[list[str], 
     if args.on_nonfinite == "skip":
         flags += ["--no-check-for-nan-in-loss-and-grad"]  # it would stop; nonfinite.py guards
     return flags, args.seq_length, args.context_parallel_size
+
+
+def parsed(argv: list[str]) -> tuple[list[str], Namespace, set[str]]:
+    """(all flags, what they parse to, the options that were given) of our own command line.
+
+    Defaults and presets are in it, and the CP degree is in our sense. Nothing is refused yet but
+    what is no flag or no value of one.
+
+    Args:
+        argv: a config file or none, then flags.
+
+    Raises:
+        ConfigError, RefusedError: bad input.
+    """
+    parser = full_parser()
+    flags = join(argv, parser)
+    given = {token.split("=", 1)[0] for token in flags if token.startswith("--")}
+    for name, value in (DEFAULTS | (cpu.FLAGS if cpu.needed() else {})).items():
+        if name not in given:
+            flags += [name] if value is None else [name, value]
+    try:
+        flags += preset_flags(parser.parse_args(flags).objective, given)
+        args = parser.parse_args(flags)
+    except KeyError as error:  # a signal, say, that is none
+        raise RefusedError(f"{error.args[0]!r} is not a value of its flag; see --help") from error
+    if "--context-parallel-size" not in given:
+        args.context_parallel_size = args.block_parallel_size
+    return flags, args, given
 
 
 def preset_flags(objective: str, given: Collection[str]) -> list[str]:

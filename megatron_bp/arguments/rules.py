@@ -10,9 +10,15 @@ from argparse import Namespace
 from collections.abc import Collection
 
 from megatron_bp import cpu
+from megatron_bp.arguments.absent import Absent
 from megatron_bp.arguments.ar import refuse_ar
 from megatron_bp.arguments.chats import refuse_chats
-from megatron_bp.arguments.data_paths import data_prefixes, missing_files
+from megatron_bp.arguments.data_paths import (
+    AbsentError,
+    data_prefixes,
+    missing_files,
+    prefixes_here,
+)
 from megatron_bp.arguments.degrees import refuse_degrees
 from megatron_bp.arguments.flags import full_parser
 from megatron_bp.arguments.ranges import out_of_range
@@ -20,34 +26,37 @@ from megatron_bp.arguments.refused import no
 from megatron_bp.arguments.self_conditioning import conditioning_refusal
 
 
-def refuse(args: Namespace, given: Collection[str] = ()) -> None:
+def refuse(args: Namespace, given: Collection[str] = (), absent: Absent = no) -> None:
     """Check what Megatron's own rules do not know of.
 
     Args:
         args: flags as parsed, with block_parallel_size and context_parallel_size (in this project's
             sense) resolved.
         given: names of the flags that were given.
+        absent: told of what a run needs and this machine lacks.
 
     Raises:
         RefusedError: with the reason.
     """
     for message in out_of_range(args, full_parser()):
         no(message)
-    refuse_degrees(args, given)
+    refuse_degrees(args, given, absent)
     if (reason := conditioning_refusal(args)) is not None:
         no(reason)
     if args.objective == "ar":
         refuse_ar(args, given)
-    _model(args)
+    _model(args, absent)
     _training(args)
-    _data(args, given)
+    _data(args, given, absent)
 
 
-def _model(args: Namespace) -> None:
+def _model(args: Namespace, absent: Absent) -> None:
     if args.transformer_impl == "transformer_engine":
         missing = transformer_engine_missing()
         if missing is not None:
-            no(f"--transformer-impl transformer_engine: {missing}; use local, which needs nothing")
+            absent(
+                f"--transformer-impl transformer_engine: {missing}; use local, which needs nothing"
+            )
     elif args.transformer_impl != "local":
         no(f"--transformer-impl {args.transformer_impl}: use local or transformer_engine")
     if args.transformer_impl == "local" and args.layernorm_zero_centered_gamma:
@@ -186,7 +195,7 @@ def _training(args: Namespace) -> None:
         no(f"--wandb-project {args.wandb_project} needs --wandb-exp-name")
 
 
-def _data(args: Namespace, given: Collection[str]) -> None:
+def _data(args: Namespace, given: Collection[str], absent: Absent) -> None:
     if args.diffusion_block_size < 1:
         no(f"--diffusion-block-size {args.diffusion_block_size}: must be at least 1")
     if args.mask_token_id is None and args.objective != "ar":
@@ -239,6 +248,8 @@ def _data(args: Namespace, given: Collection[str]) -> None:
         no("--mock-data: there is no made-up data; prepare some with megatron_bp.tools.prepare")
     try:
         prefixes = data_prefixes(args)
+    except AbsentError as error:
+        return absent(str(error))
     except ValueError as error:
         no(str(error))
     if not prefixes:
@@ -247,8 +258,8 @@ def _data(args: Namespace, given: Collection[str]) -> None:
             "`python -m megatron_bp.tools.prepare` makes one"
         )
     if (missing := missing_files(prefixes)) is not None:
-        no(
+        absent(
             f"{missing}: no such file; --data-path takes the prefix of a .bin/.idx pair "
             f"(`python -m megatron_bp.tools.prepare` makes one)"
         )
-    refuse_chats(args, prefixes, given)
+    refuse_chats(args, prefixes_here(args), given)

@@ -65,7 +65,7 @@ class Yarn:
         low, high = max(low, 0), min(high, dim - 1)
         if low == high:
             high += 0.001
-        channel = torch.arange(len(plain_F), dtype=torch.float64)
+        channel = torch.arange(len(plain_F), dtype=torch.float64, device=plain_F.device)
         stretched = ((channel - low) / (high - low)).clamp(0, 1)
         return torch.lerp(plain_F, plain_F / self.factor, stretched)
 
@@ -81,5 +81,7 @@ def inverse_frequencies(dim: int, base: float, scaling: Scaling | None = None) -
         base: of the plain ones: base ** (-2 i / dim).
         scaling: None for the plain ones.
     """
-    plain_F = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    # On the CPU, also where a model is built on the meta device.
+    channel = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu")
+    plain_F = base ** -(channel / dim)
     return plain_F if scaling is None else scaling.scaled(plain_F, base)

@@ -26,9 +26,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_bp.batch.shard import LocalTerm
+from megatron_bp.model.chunks import CHUNK_LOGITS
 from megatron_bp.parallel.collectives import all_gather
-
-CHUNK_LOGITS = 1 << 25  # logits a chunk may hold: 128 MiB in float32
 
 
 @dataclass(frozen=True, eq=False)

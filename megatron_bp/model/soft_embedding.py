@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bp.model.output import CHUNK_LOGITS, pick_rows
+from megatron_bp.model.chunks import CHUNK_LOGITS
+from megatron_bp.model.output import pick_rows
 from megatron_bp.parallel.collectives import all_gather
 
 CHUNK_IDS = 1 << 14

@@ -4,10 +4,11 @@ No model is known here: one count serves all models with the same windows and se
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_bp.attention.exchange.count import Sending, sending
 from megatron_bp.data.document import Document
@@ -33,6 +34,8 @@ class RankCounts:
         local_pairs: those of them whose key is its own.
         sent: what it sends in one layer; none where heads are exchanged.
         arriving: rows of K|V of other ranks in one layer.
+        clean_sent: what it sends in a layer of a pass over clean rows alone; by needed rows it is
+            taken to be as much as in one over all.
     """
 
     clean: int
@@ -42,6 +45,7 @@ class RankCounts:
     local_pairs: dict[Window, int]
     sent: dict[Window, Sending]
     arriving: dict[Window, int]
+    clean_sent: dict[Window, Sending] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -101,7 +105,9 @@ def count(plan: SequencePlan, layout: Layout, windows: Iterable[Window]) -> Slot
     ranks = [_rank(plan, shards, rank, layout, windows) for rank in range(layout.slot)]
     if layout.over_heads:
         every = {w: sum(rank.pairs[w] for rank in ranks) // layout.slot for w in windows}
-        ranks = [replace(rank, pairs=every, local_pairs=every, sent={}) for rank in ranks]
+        ranks = [
+            replace(rank, pairs=every, local_pairs=every, sent={}, clean_sent={}) for rank in ranks
+        ]
     tokens = int(np.count_nonzero(plan.block_of >= 0))
     return SlotCounts(tokens, tuple(ranks), shards)
 
@@ -116,6 +122,10 @@ def _rank(
     mine, group = shards[rank], tuple(shards[peer] for peer in plan.shard_group(rank))
     found = {w: once(plan, ("pairs", rank, w), partial(_pairs, plan, mine, w)) for w in windows}
     sent = {w: sending(plan, group, rank, w, layout.exchange) for w in windows}
+    alone = sent
+    if plan.options.splits_units:
+        only = tuple(replace(shard, num_sent=shard.num_clean) for shard in group)
+        alone = {w: sending(plan, only, rank, w, layout.exchange) for w in windows}
     scored = len(mine.corrupted)
     if plan.options.score_clean != "none":
         scored += int(np.count_nonzero(plan.scorer == rank))
@@ -127,20 +137,30 @@ def _rank(
         local_pairs={w: own for w, (_, own) in found.items()},
         sent=sent,
         arriving={w: _arriving(s, group, mine) for w, s in sent.items()},
+        clean_sent=alone,
     )
 
 
 def _pairs(plan: SequencePlan, mine: RankRows, window: Window) -> tuple[int, int]:
     """(visible pairs of a rank's rows, those whose key it holds)."""
     v = visibility(plan, mine.clean, mine.corrupted, window)
-    local = 0
-    for held, lo, hi in (
-        (mine.clean, v.clean_lo.numpy(), v.clean_hi.numpy()),
-        (mine.corrupted, v.own_lo.numpy(), v.own_hi.numpy()),
-    ):
-        seen = np.searchsorted(held, hi) - np.searchsorted(held, lo)
-        local += int(np.maximum(seen, 0).sum())
+    positions, places = len(plan.block_of), int(plan.units.offset[-1])
+    local = _held(mine.clean, positions, v.clean_lo.numpy(), v.clean_hi.numpy())
+    local += _held(mine.corrupted, places, v.own_lo.numpy(), v.own_hi.numpy())
     return v.pairs(), local
+
+
+def _held(
+    held: NDArray[np.int32] | NDArray[np.int64],
+    length: int,
+    lo: NDArray[np.int32],
+    hi: NDArray[np.int32],
+) -> int:
+    """How many of the keys in some intervals of range(length) are held."""
+    below = np.zeros(length + 1, np.int32)
+    below[held + 1] = 1
+    np.cumsum(below, out=below)
+    return int(np.maximum(below[hi] - below[lo], 0).sum(dtype=np.int64))
 
 
 def _arriving(sent: Sending, group: tuple[RankRows, ...], mine: RankRows) -> int:

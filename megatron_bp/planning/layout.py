@@ -10,6 +10,25 @@ Recompute = Literal["none", "attention", "full"]
 
 
 @dataclass(frozen=True)
+class Split:
+    """How pipeline stages share layers, by Megatron's flags.
+
+    Attributes:
+        chunks: of each stage (virtual stages).
+        first: layers of the first stage; None for as many as others have.
+        last: of the last stage, likewise.
+        embedding: the embedding stands for a layer.
+        loss: the output and the loss stand for a layer.
+    """
+
+    chunks: int = 1
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+
+
+@dataclass(frozen=True)
 class Layout:
     """A layout.
 
@@ -27,6 +46,9 @@ class Layout:
             ("clean_all_gather").
         recompute: what the backward computes again: nothing, attention, or all of a layer.
         keep_attention: under "full", attention's result is kept.
+        keep_gathered: K/V of other ranks are kept from forward to backward where attention is not
+            computed again, and not fetched twice.
+        split: how stages share layers.
         micro_batch: packed rows of a micro-batch; they are joined to one longer row.
         micro_batches: of a replica in a step.
     """
@@ -43,6 +65,8 @@ class Layout:
     aligned: bool = False
     recompute: Recompute = "full"
     keep_attention: bool = False
+    keep_gathered: bool = False
+    split: Split = Split()
     micro_batch: int = 1
     micro_batches: int = 1
 

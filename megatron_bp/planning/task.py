@@ -33,9 +33,15 @@ class Task:
         global_batch: packed rows of a step.
         precision: see there.
         distributed_optimizer: the optimizer's numbers are shared by the replicas and the slot.
+        scored: part of the corrupted rows that carry a loss, on average: one half where levels are
+            uniform and only corrupted tokens are scored.
         passes: "one", as we train: clean and corrupted rows go through together. "two": clean rows
             first, then corrupted ones against their kept K/V, as the paper's DiffusionGemma scheme
-            does; only traffic differs here, which is twice as much.
+            does; only traffic of K/V differs here: clean rows are exchanged in both.
+        sharded_gradients: gradients are shared as the optimizer's numbers are, which Megatron's
+            distributed optimizer does not do: its buffers are whole.
+        fused: layers are Transformer Engine's and their activations fused, which keep less for the
+            backward than Megatron's local ones (--transformer-impl local).
     """
 
     shape: Shape
@@ -44,4 +50,7 @@ class Task:
     global_batch: int = 1
     precision: Precision = Precision()
     distributed_optimizer: bool = True
+    scored: float = 0.5
     passes: Literal["one", "two"] = "one"
+    sharded_gradients: bool = False
+    fused: bool = True

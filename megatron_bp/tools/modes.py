@@ -56,6 +56,13 @@ def random_row(length: int, documents: int, draw: int) -> Sample:
     return pack([Document(np.zeros(n, np.int32), np.ones(n, np.bool_), 0) for n in sizes], length)
 
 
+def degrees(ranks: int) -> dict[str, tuple[int, int]]:
+    """(BP, CP) of each mode that `ranks` ranks can work in, by its name, CSBP first."""
+    inner = [c for c in range(ranks - 1, 1, -1) if ranks % c == 0]
+    hybrid = {f"hybrid, CP {c}": (ranks, c) for c in inner}
+    return {"CSBP": (ranks, ranks), "CP": (1, ranks)} | hybrid | {"BP": (ranks, 1)}
+
+
 def costs(
     sample: Sample, ranks: int, block_size: int, row_cost: int, max_imbalance: float = 1.03
 ) -> list[Cost]:
@@ -68,13 +75,9 @@ def costs(
         row_cost: linear work of a row in visible pairs.
         max_imbalance: see `SequenceOptions`.
     """
-    degrees = {"CSBP": (ranks, ranks), "CP": (1, ranks)}
-    inner = [c for c in range(ranks - 1, 1, -1) if ranks % c == 0]
-    degrees |= {f"hybrid, CP {c}": (ranks, c) for c in inner}
-    degrees["BP"] = (ranks, 1)
     alone = int(make_plan(sample, SequenceOptions(block_size, row_cost=row_cost)).cost.sum())
     out = []
-    for mode, (bp, cp) in degrees.items():
+    for mode, (bp, cp) in degrees(ranks).items():
         options = SequenceOptions(
             block_size, bp, cp, row_cost=row_cost, max_imbalance=max_imbalance
         )

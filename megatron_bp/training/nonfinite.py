@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bp.sequence.packing import Sample
+from megatron_bp.training import journal
 
 OnNonFinite = Literal["stop", "skip"]
 
@@ -57,12 +58,13 @@ class NonFinite:
         place = f"written to {file}" if file is not None else "which could not be written down"
         message = f"{what} on documents with keys {keys}{more}; {place}"
         if self.mode == "stop" or not training:
+            journal.note("warning", message=message)
             raise NonFiniteLossError(
                 f"{message}. The weights are those of the step before and the last checkpoint is "
                 f"whole; look at the data, lower --lr or --clip-grad, or go on with "
                 f"--on-nonfinite skip"
             )
-        print(f"megatron_bp: {message}; this step's update is skipped on all ranks", flush=True)
+        journal.warn(f"{message}; this step's update is skipped on all ranks")
         self._seen = True
 
     def install(self) -> None:
@@ -124,6 +126,6 @@ class NonFinite:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report) + "\n", encoding="utf-8")
         except OSError as error:
-            print(f"megatron_bp: {path} could not be written: {error}", flush=True)
+            journal.warn(f"{path} could not be written: {error}")
             return None
         return path

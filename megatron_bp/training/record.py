@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_bp.training import evaluate, metrics
+from megatron_bp.training import evaluate, journal, metrics
 from megatron_bp.training.auxiliary import Auxiliary
 from megatron_bp.training.metrics import BINS, Metrics, Step
 
@@ -85,6 +85,8 @@ class Recorder:
             step = self._metrics.finish(group(), slot, dist.group.WORLD)
             if step is not None and not self._whole(len(step.samples)):
                 print(" evaluation cut short (time limit): no row is written", flush=True)
+                if _writes():
+                    journal.note("warning", message="evaluation cut short (time limit)")
             elif step is not None:
                 kind = "test" if "test set" in values["prefix"] else "validation"
                 row = metrics.as_row(step) | evaluate.as_row(
@@ -114,10 +116,9 @@ class Recorder:
         )
         _bins_to_tensorboard(step, iteration)
         if not any(step.count.values()) and _writes():
-            print(
-                f"megatron_bp: step {iteration}: nothing at all was supervised, so nothing was "
-                f"learned; check the data's supervised spans and --never-corrupt-ids",
-                flush=True,
+            journal.warn(
+                f"step {iteration}: nothing at all was supervised, so nothing was learned; check "
+                f"the data's supervised spans and --never-corrupt-ids"
             )
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -125,7 +126,9 @@ class Recorder:
             return
         if not self._opened:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_from(self._path, row)
+            again = _drop_from(self._path, row)
+            seconds = sum(old.get("seconds") or 0.0 for old in again)
+            journal.note("began", iteration=row["iteration"], again=len(again), seconds=seconds)
             self._opened = True
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
@@ -206,10 +209,10 @@ def _bins_to_tensorboard(step: Step, iteration: int) -> None:
             writer.add_scalar(name, value, iteration)
 
 
-def _drop_from(path: Path, row: dict[str, Any]) -> None:
-    """Drop the rows that a resumed run is about to write again."""
+def _drop_from(path: Path, row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Drop the rows that a resumed run is about to write again; these."""
     if not path.exists():
-        return
+        return []
     later = row["iteration"]
 
     def kept(old: dict[str, Any]) -> bool:
@@ -219,14 +222,16 @@ def _drop_from(path: Path, row: dict[str, Any]) -> None:
 
     with warnings.catch_warnings(record=True) as damaged:
         warnings.simplefilter("always")
-        rows = [old for old in read_metrics(path) if kept(old)]
+        before = read_metrics(path)
+    rows = [old for old in before if kept(old)]
     if damaged:
         copy = path.with_suffix(".damaged")
         shutil.copy2(path, copy)
-        print(f"megatron_bp: {damaged[0].message}; the file as it was is {copy}", flush=True)
+        journal.warn(f"{damaged[0].message}; the file as it was is {copy}")
     fresh = path.with_suffix(".tmp")
     fresh.write_text("".join(json.dumps(old) + "\n" for old in rows), encoding="utf-8")
     os.replace(fresh, path)
+    return [old for old in before if not kept(old)]
 
 
 def _number(value: Any) -> float | None:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from megatron_bp.training import writers
+from megatron_bp.training import journal, writers
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -195,7 +195,7 @@ def _empty(args: Namespace, step: int) -> None:
         else:
             tracker.unlink()
     if target.is_dir() and not target.is_symlink() and any(target.iterdir()):
-        print(f"megatron_bp: {target} is of an earlier run and is written anew", flush=True)
+        journal.warn(f"{target} is of an earlier run and is written anew")
         shutil.rmtree(target)
     target.mkdir(parents=True, exist_ok=True)
 
@@ -281,7 +281,7 @@ def _tell_signal(args: Namespace, training: Any, handlers: Any) -> None:
                 saved = f"step {iteration} is saved in {args.save}"
                 told = saved if args.save else "--save is not set, so nothing is saved"
                 ranks = ", ".join(map(str, got))
-                print(f"megatron_bp: {name} to rank {ranks}: {told}; ending", flush=True)
+                journal.warn(f"{name} to rank {ranks}: {told}; ending")
         return leave
 
     handlers.DistributedSignalHandler.signals_received = signals_received

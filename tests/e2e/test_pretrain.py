@@ -190,12 +190,35 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(runs: Runs, csbp: list[dict[s
     often = ["--exit-interval", "3", "--eval-interval", "1"]
     first = runs.run("resumed", 2, *flags, *often)
     assert sorted(losses(first)) == [1, 2, 3]
+    reported(runs.folder / "resumed", first, starts=1)
     second = runs.run("resumed", 2, *flags)
     assert losses(second) == losses(csbp)
+    reported(runs.folder / "resumed", second, starts=2)
     evaluated = losses(second, "validation")
     assert {step: evaluated[step] for step in (3, 6)} == losses(csbp, "validation")
     assert sorted(evaluated) == [1, 2, 3, 6]
     assert len([r for r in second if r["kind"] == "train"]) == 6
+
+
+def reported(save: Path, rows: list[dict[str, Any]], starts: int) -> None:
+    """The report is there, and its numbers are those of metrics.jsonl."""
+    text = (save / "report.md").read_text()
+    train = [r for r in rows if r["kind"] == "train"]
+    for row in train:
+        assert f"| {row['iteration']} | {row['loss']:.6f} |" in text
+    for row in (r for r in rows if r["kind"] == "validation"):
+        assert f"| {row['iteration']} | validation | {row['loss']:.6f} +- " in text
+        assert f"| {row['bound_bits_per_byte']:.4f} +- " in text
+    how = "it came to its end" if starts == 2 else "it was told to stop"
+    assert f"After step {train[-1]['iteration']} of 6; {how}." in text
+    assert f"({max(r['memory_bytes'] for r in train):,} bytes)" in text
+    assert f"{sum(r['clean_tokens'] for r in train):,} clean tokens trained on" in text
+    assert f"({float(np.median([r['bytes_sent'] for r in train])):,.0f} bytes)" in text
+    assert "| mode | CSBP |" in text
+    assert (f"{starts} starts; made again after one: 0 rows" in text) == (starts > 1)
+    sent = json.loads((save / "journal.jsonl").read_text().splitlines()[0])["predicted"]
+    # full rows of one document: those of the run are packed, so fewer clean rows are needed
+    assert 1 < sent["attention_bytes"] / np.median([r["bytes_sent"] for r in train]) < 1.5
 
 
 def evaluate(rank: int, world: int, arguments: list[str]) -> None:

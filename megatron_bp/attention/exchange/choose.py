@@ -150,14 +150,24 @@ def wanted_rows(
 
 
 def chosen_form(
-    shards: tuple[RankRows, ...], wanted: tuple[NDArray[np.int32], ...], options: ExchangeOptions
+    shards: tuple[RankRows, ...],
+    wanted: tuple[NDArray[np.int32], ...],
+    options: ExchangeOptions,
+    each: NDArray[np.int64] | None = None,
 ) -> Form:
-    """The form asked for; for "auto" what is best. `wanted` is from `wanted_rows`."""
+    """The form asked for; for "auto" what is best.
+
+    Args:
+        shards: the rows of each rank of the group.
+        wanted: from `wanted_rows`.
+        options: what was asked for.
+        each: from `rows_to_send`, if it is there already.
+    """
     if options.form != "auto":
         return options.form
     if not wanted:
         return "all_gather"
-    each = rows_to_send(shards, wanted)
+    each = rows_to_send(shards, wanted) if each is None else each
     most = max(each.sum(0).max(), each.sum(1).max())
     gathered = (len(shards) - 1) * max(shard.num_sent for shard in shards)
     return "needed_rows" if most <= options.needed_fraction * gathered else "all_gather"

@@ -4,6 +4,7 @@ The same code that training uses decides the form and who lacks what.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from megatron_bp.attention.exchange.choose import ExchangeOptions, chosen_form, 
 from megatron_bp.attention.exchange.needed import rows_to_send
 from megatron_bp.attention.exchange.ring import owner
 from megatron_bp.attention.kernels.contract import accumulation_dtype
+from megatron_bp.sequence.cache import once
 from megatron_bp.sequence.plan import RankRows, SequencePlan
 
 
@@ -57,10 +59,14 @@ def sending(
     if ranks == 1:
         return Sending("none", 0, 0, False)
     wanted = wanted_rows(plan, slot_rank, window, options)
-    form = chosen_form(shards, wanted, options)
+    each = None
+    if wanted:  # the same for all ranks of a group
+        key = ("rows to send", plan.shard_group(slot_rank).start, window)
+        each = once(plan, key, partial(rows_to_send, shards, wanted))
+    form = chosen_form(shards, wanted, options, each)
     sizes = [shard.num_sent for shard in shards]
     if form == "needed_rows":
-        each = rows_to_send(shards, wanted)
+        assert each is not None, "these were asked for"
         return Sending(form, int(each[rank].sum()), int(each[:, rank].sum()), False)
     if form == "ring":
         fetched = sum(sizes[owner(i, rank, ranks)] for i in range(-1, ranks - 2))

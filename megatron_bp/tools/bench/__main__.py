@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_bp.tools.bench import attention, exchange, sft, step
+from megatron_bp.tools.bench import attention, exchange, memory, sft, step
 from megatron_bp.tools.bench.page import put
 from megatron_bp.tools.bench.two_hosts import command as hosts
 
@@ -14,6 +14,7 @@ SUBCOMMANDS = {
     "attention": attention,
     "exchange": exchange,
     "hosts": hosts,
+    "memory": memory,
     "sft": sft,
     "step": step,
 }

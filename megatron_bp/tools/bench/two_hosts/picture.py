@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours, which colour-blind people tell apart; line and marker differ as well.
-LOOKS = (
-    {"color": "#0072B2", "marker": "o", "linestyle": "-"},
-    {"color": "#D55E00", "marker": "s", "linestyle": "--"},
-    {"color": "#009E73", "marker": "^", "linestyle": ":"},
-)
+from megatron_bp import picture
 
 
 def draw(result: dict[str, Any], prefix: str) -> list[str]:
@@ -29,27 +24,18 @@ def draw(result: dict[str, Any], prefix: str) -> list[str]:
     curve = result["curve"]
     if not curve or not curve["forms"]:
         raise ValueError("the result has no curve: --curve-seconds was 0, or its runs failed")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "two_hosts"  # the same picture, the same file
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for (name, points), look in zip(curve["forms"].items(), LOOKS, strict=False):
-        label = f"{name} ({points[-1]['step']:.0f} steps)"
-        x, y = ([point[key] for point in points] for key in ("seconds", "bits"))
-        axes.plot(x, y, label=label, markersize=5, **look)
     rate = result["rate"] * 8 / 1e6
-    axes.set_xlabel(f"training time, s (two hosts, {rate:.0f} Mbit/s between them)")
-    axes.set_ylabel(f"validation bound, bits per {curve['unit']}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    files = [f"{prefix}.png", f"{prefix}.svg"]
-    figure.savefig(files[0], dpi=160)
-    figure.savefig(files[1], metadata={"Date": None})
-    pyplot.close(figure)
-    return files
+    with picture.drawn(prefix, 4.2) as figure:
+        axes = figure.subplots()
+        for k, (name, points) in enumerate(curve["forms"].items()):
+            label = f"{name} ({points[-1]['step']:.0f} steps)"
+            x, y = ([point[key] for point in points] for key in ("seconds", "bits"))
+            axes.plot(x, y, label=label, markersize=5, **picture.look(k))
+        axes.set_xlabel(f"training time, s (two hosts, {rate:.0f} Mbit/s between them)")
+        axes.set_ylabel(f"validation bound, bits per {curve['unit']}")
+        axes.grid()
+        axes.legend()
+    return [str(file) for file in picture.files(prefix)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         files = draw(json.loads(options.result.read_text(encoding="utf-8")), options.prefix)
-    except ImportError:
-        sys.exit('picture: error: no matplotlib here: .venv/bin/pip install -e ".[plot]"')
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f"picture: error: {error}")
     print(f"picture: {', '.join(files)}")
 

@@ -1,0 +1,1 @@
+"""The paper's tables: counted, fitted on one model, predicted for all others."""
