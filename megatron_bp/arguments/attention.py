@@ -130,13 +130,10 @@ def refuse_attention(
         )
     try:
         ExchangeOptions("auto", args.clean_kv_rows, args.needed_rows_fraction)
-<<<<<<< HEAD
         _query_scale(args)
-=======
     except ValueError as error:
         no(str(error))
     try:
->>>>>>> main
         if args.clean_kv_exchange == "te":
             te.collectives()
     except ValueError as error:
