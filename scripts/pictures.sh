@@ -13,4 +13,7 @@ draw mask --documents 22,8+6,18 --block-size 4 --row-cost 0 --bp 1 --cp 4 --out 
 draw owners --length 262144 --random 30 --block-size 256 --bp 8 --out "$out/owners"
 draw cost --length 131072 --random 12 --seed 1 --ranks 8 --out "$out/cost"
 draw bytes --length 131072 --random 30 --block-size 256 --ranks 8 --out "$out/bytes"
-draw scaling --out "$out/scaling_paper"
+predicted=$(mktemp)
+trap 'rm -f "$predicted"' EXIT
+.venv/bin/python -m megatron_bp.tools.paper --series "$predicted"
+draw scaling --predicted "$predicted" --out "$out/scaling_paper"

@@ -35,12 +35,16 @@ class DryRun:
 
     def flags(self, flags: list[str]) -> list[str]:
         """The flags with what lets Megatron write nothing and need no GPU's packages."""
+        given = {
+            token.partition("=")[0]: token.partition("=")[2] if "=" in token else value
+            for token, value in zip(flags, [*flags[1:], ""], strict=True)
+            if token.startswith("--")
+        }
         quiet = ["--no-one-logger"]
         for name in ("--tensorboard-dir", "--wandb-project"):
-            if name in flags:
+            if name in given:
                 quiet += [name, ""]
-        last = len(flags) - flags[::-1].index("--transformer-impl")
-        self.fused = flags[last] != "local"
+        self.fused = given["--transformer-impl"] != "local"
         return [*flags, *quiet, "--transformer-impl", "local"]
 
     def without(self, args: Namespace) -> None:

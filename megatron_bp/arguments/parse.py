@@ -73,7 +73,7 @@ def parse(argv: list[str], dry: DryRun | None = None) -> Namespace:
         flags, real_length, clean_shard_size = resolve(argv, world, absent)
         if dry is not None:
             flags = dry.flags(flags)
-        elif {"--dry-run", *DRY_RUN_FLAGS} & set(flags):
+        elif {"--dry-run", *DRY_RUN_FLAGS} & {flag.partition("=")[0] for flag in flags}:
             no(
                 "--dry-run-world-size and --dry-run-json go with --dry-run, and all three on the "
                 "command line: a config file is of the run; leave them out, or add --dry-run there"

@@ -34,6 +34,12 @@ from megatron_bp.planning.shape import Attention, Layer, Mlp, Shape
 from megatron_bp.planning.task import Precision, Task
 from megatron_bp.sequence.units import SequenceOptions
 
+# Of these there is at least one.
+POSITIVE = (
+    *("hidden", "vocabulary", "norm_vectors", "query_heads", "key_heads", "head_dim", "window"),
+    *("made", "inner", "length", "global_batch"),
+)
+
 # Of the layout, not of the file.
 DEGREES = ("block_parallel_size", "context_parallel_size", "align_chunks")
 
@@ -197,6 +203,11 @@ def _group(group: Any, hidden: int, where: str) -> list[Layer]:
             f"{where}: mlp: {mlp.experts} experts of width {mlp.expert_width}, of which a row "
             f"passes {mlp.top_k}: give expert_width, and top_k from 1 to their number"
         )
+    if not mlp.experts and (mlp.top_k or mlp.expert_width):
+        raise ShapeFileError(
+            f"{where}: mlp: top_k {mlp.top_k} and expert_width {mlp.expert_width} of no experts: "
+            f"give their number, or leave these out"
+        )
     return [Layer(attention, mlp, mixer)] * _times(group.get("times", 1), f"{where}: times")
 
 
@@ -223,6 +234,8 @@ def _made[T](kind: type[T], values: Any, where: str) -> T:
     for name, value in values.items():
         if not _fits(value, hints[name]):
             raise ShapeFileError(f"{where}: {name}: {value!r}: {_rule(hints[name])}")
+        if name in POSITIVE and value == 0:
+            raise ShapeFileError(f"{where}: {name}: 0: must be at least 1")
     return kind(**values)
 
 

@@ -21,6 +21,11 @@ class Precision:
     gradient: int = 4
     optimizer: int = 12
 
+    def __post_init__(self) -> None:
+        """Refuse what is no dtype."""
+        if self.model not in (2, 4, 8):
+            raise ValueError(f"precision: model: {self.model} bytes: must be 2, 4 or 8")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -54,3 +59,8 @@ class Task:
     passes: Literal["one", "two"] = "one"
     sharded_gradients: bool = False
     fused: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is no part."""
+        if not 0 <= self.scored <= 1:
+            raise ValueError(f"scored: {self.scored}: is a part of the rows; give 0 to 1")

@@ -16,6 +16,7 @@ from megatron_bp.attention.exchange.count import over_heads
 from megatron_bp.planning.counts import SlotCounts
 from megatron_bp.planning.flops import scored_rows
 from megatron_bp.planning.layout import Layout
+from megatron_bp.planning.parameters import parameters
 from megatron_bp.planning.shape import Attention, Layer
 from megatron_bp.planning.stages import stages
 from megatron_bp.planning.task import Task
@@ -62,7 +63,7 @@ def traffic(
         *_tensor_parallel(task, layout, counts, layers, stage, rank),
         *_pipeline(task, layout, counts, stage, rank),
         *_experts(task, layout, counts, layers, rank),
-        *_parameters(task, layout, layers, stage),
+        *_parameters(task, layout, stage),
     )
     return tuple(flow for flow in flows if flow.bytes)
 
@@ -143,7 +144,8 @@ def _tensor_parallel(
     """Sums of hidden rows over the ranks that share matrices.
 
     Of a layer two in the forward, and two in the backward; with sequence parallelism each is a
-    scatter and a gather, and the backward gathers the inputs of two products once more.
+    scatter and a gather, and the backward gathers the inputs of two products once more. Experts are
+    not cut: a layer that has nothing else after attention has half of that.
     """
     if layout.tp == 1:
         return
@@ -151,13 +153,14 @@ def _tensor_parallel(
     row = task.shape.hidden * task.precision.model * part
     mine = counts.ranks[rank]
     again = layout.recompute == "full"
-    gathers = 2 * (2 + 2 + 2 * again) + 2 * layout.sequence_parallel
+    cut = len(layers) + sum(layer.mlp.width > 0 for layer in layers)
+    gathers = 2 + 2 + 2 * again + layout.sequence_parallel
     yield Flow(
         name="tensor-parallel sums",
-        layers=f"{len(layers)} layers",
+        layers=f"{len(layers)} layer{'s' * (len(layers) > 1)}",
         ranks=layout.tp,
         span=layout.tp,
-        bytes=layout.micro_batches * len(layers) * gathers * mine.rows * row,
+        bytes=layout.micro_batches * cut * gathers * mine.rows * row,
         passes=2 + again,
     )
     ends = 0.0
@@ -210,33 +213,22 @@ def _experts(
     number = rows * copies * 2 * passes * task.shape.hidden
     yield Flow(
         name="rows to experts and back",
-        layers=f"{len(sparse)} layers",
+        layers=f"{len(sparse)} layer{'s' * (len(sparse) > 1)}",
         ranks=layout.ep,
-        span=layout.ep * layout.tp,
+        span=layout.ep,  # whose ranks follow each other: TP cuts no expert
         bytes=layout.micro_batches * number * task.precision.model,
         passes=passes,
     )
 
 
-def _parameters(
-    task: Task, layout: Layout, layers: tuple[Layer, ...], stage: int
-) -> Iterator[Flow]:
+def _parameters(task: Task, layout: Layout, stage: int) -> Iterator[Flow]:
     """Gradients summed over replicas and slot; parameters back from whoever updates them."""
     shape, precision = task.shape, task.precision
-    dense = experts = 0.0
-    for layer, number in Counter(layers).items():
-        split = shape.attention_parameters(layer) + shape.dense_parameters(layer)
-        dense += number * (split / layout.tp + shape.small_parameters(layer))
-        experts += number * shape.expert_parameters(layer) / layout.tp / layout.ep
-    table = shape.vocabulary * shape.hidden / layout.tp
-    ends = (stage == 0) + (stage == layout.pp - 1)
-    tied_ends = shape.tied and layout.pp > 1 and ends == 1
-    dense += table * (min(ends, 1) if shape.tied else ends)
-    dense += shape.norm_vectors * shape.hidden * (stage == layout.pp - 1)
+    held = parameters(shape, layout, stage)
     span = layout.tp * layout.dp * layout.slot
     for name, own, ranks in (
-        ("", dense, layout.dp * layout.slot),
-        (" of experts", experts, layout.dp * layout.slot // layout.ep),
+        ("", held.dense, held.replicas),
+        (" of experts", held.experts, held.expert_replicas),
     ):
         numbers = own * (ranks - 1) / ranks
         there = numbers * precision.gradient
@@ -245,6 +237,6 @@ def _parameters(
             yield Flow(f"parameters{name}", "", ranks, span, numbers * precision.model, 1)
         else:
             yield Flow(f"gradients{name}", "", ranks, span, 2 * there, 1)
-    if tied_ends:
-        whole = table * precision.gradient
+    if shape.tied and layout.pp > 1 and stage in (0, layout.pp - 1):
+        whole = shape.vocabulary * shape.hidden / layout.tp * precision.gradient
         yield Flow("gradients of the tied embedding", "", 2, layout.gpus, whole, 1)

@@ -51,8 +51,11 @@ def packed_row(length: int, documents: int) -> Sample:
 def random_row(length: int, documents: int, draw: int) -> Sample:
     """A row of documents whose lengths are lognormal(0, 1), scaled to its length, at least 64."""
     drawn = np.random.default_rng(draw).lognormal(0, 1, documents)
-    sizes = np.maximum(min(64, length // documents), (drawn * length / drawn.sum()).astype(int))
-    sizes[sizes.argmax()] += length - sizes.sum()
+    least = min(64, length // documents)
+    sizes = np.maximum(least, (drawn * length / drawn.sum()).astype(int))
+    while missing := length - sizes.sum():
+        longest = sizes.argmax()
+        sizes[longest] = max(least, sizes[longest] + missing)
     return pack([Document(np.zeros(n, np.int32), np.ones(n, np.bool_), 0) for n in sizes], length)
 
 

@@ -3,7 +3,10 @@
 Each mend names the fault it is for; when Megatron moves on, this file should shrink.
 """
 
+import atexit
 import importlib
+import multiprocessing
+import signal
 from typing import Any
 
 import torch
@@ -16,10 +19,22 @@ def prepare_megatron() -> None:
         RuntimeError: Megatron's compiled dataset helpers do not import.
     """
     _use_shipped_helpers()
+    atexit.register(end_loaders)
     optimizer: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     if not optimizer.HAVE_APEX_OR_TE and not hasattr(optimizer, "megatron_bp_mended"):
         _mend_torch_adam(optimizer.DistributedOptimizer)
         optimizer.megatron_bp_mended = True
+
+
+def end_loaders() -> None:
+    """At the end of a rank that failed: end its data loaders, which an error still refers to.
+
+    Python asks them to end by SIGTERM and waits; they have Megatron's handler of it, and go on.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises when a loader is killed
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def _use_shipped_helpers() -> None:

@@ -21,6 +21,7 @@ class Journal:
         self._waiting: list[dict[str, Any]] = []
         self._rank = 0
         self._step: Callable[[], int] = lambda: 0
+        self._done = 0
 
     def open(self, folder: Path, rank: int, step: Callable[[], int]) -> None:
         """Write to `folder` from here on, what waits first.
@@ -28,17 +29,21 @@ class Journal:
         Args:
             folder: is made if it is not there.
             rank: of this process.
-            step: gives the steps done so far.
+            step: gives the steps done when the step under way began.
         """
         self._path, self._rank, self._step = folder / FILE, rank, step
         waiting, self._waiting = self._waiting, []
         for row in waiting:
             self._write(row | {"rank": rank})
 
+    def reached(self, step: int) -> None:
+        """A step is done: what `open` was given tells so only when the next one begins."""
+        self._done = step
+
     def note(self, kind: str, **fields: Any) -> None:
         """Add a row."""
         head = {"kind": kind, "time": datetime.now(UTC).isoformat(timespec="seconds")}
-        row = head | {"rank": self._rank, "step": self._step()} | fields
+        row = head | {"rank": self._rank, "step": max(self._step(), self._done)} | fields
         if self._path is None:
             self._waiting.append(row)
         else:
@@ -60,7 +65,7 @@ class Journal:
 
 
 JOURNAL = Journal()
-note, warn, start = JOURNAL.note, JOURNAL.warn, JOURNAL.open
+note, warn, start, reached = JOURNAL.note, JOURNAL.warn, JOURNAL.open, JOURNAL.reached
 
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:

@@ -70,6 +70,7 @@ class Recorder:
         def training_log(*args: Any, **kwargs: Any) -> Any:
             given = log_signature.bind(*args, **kwargs)
             values = given.arguments
+            journal.reached(int(values["iteration"]))
             step = self._metrics.finish(group(), slot, dist.group.WORLD)
             auxiliary = self._auxiliary.finish() if self._auxiliary is not None else {}
             if step is not None:

@@ -9,6 +9,7 @@ died, without a word.
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -96,6 +97,9 @@ def write(
         with files._disable_gc(), ThreadPoolExecutor(len(buckets)) as pool:
             written = dict(enumerate(pool.map(one, range(len(buckets)))))
     except Exception as error:
+        # The file that broke off is part of a cycle. Torch's writer of it, freed by the collector
+        # after what it writes to, ends the process with a fault, so it is never collected.
+        gc.freeze()
         results.put(RuntimeError(f"rank {rank}: {_reason(error)}"))
     else:
         results.put(written)

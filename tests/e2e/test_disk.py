@@ -24,11 +24,12 @@ FLAGS = [*SIZE, "--save-interval", "1", "--train-iters", "4"]
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A folder with 20 MB of room."""
+def small(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder with 20 MB of room, or as much as the test asks for."""
     folder = tmp_path / "small"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)]
+    room = getattr(request, "param", "20m")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -125,5 +126,20 @@ def test_a_full_disk_under_an_asynchronous_save(tmp_path: Path, small: Path) -> 
         assert "is untouched in" in line
         assert saved_step(save) == complete_steps(save)[-1] >= 1
         assert run.leftovers() == []
+    finally:
+        run.clean_up()
+
+
+@pytest.mark.parametrize("small", ["600k"], indirect=True)
+def test_a_process_ends_with_1_and_its_line_after_its_report(tmp_path: Path, small: Path) -> None:
+    """The file that broke off stays in memory: freed while the report is made, it faults."""
+    save = small / "run"
+    head = [*make_data(tmp_path), "--save-interval", "2", "--train-iters", "4"]
+    head += ["--save", str(save)]
+    run = Run(1, head, tmp_path / "output.txt", torchrun=False)
+    try:
+        assert run.end(120) == 1, run.output[-4000:]
+        (line,) = errors(run.output)
+        assert f"could not be written to {save}: rank 0: No space left on device" in line
     finally:
         run.clean_up()

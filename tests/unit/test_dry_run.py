@@ -125,9 +125,13 @@ CASES = {
             "m/metrics.jsonl",
         ]
     ),
+    "with equals signs": Case(["--transformer-impl=local", "--tensorboard-dir=board"]),
     "no ranks": Case(["--dry-run-world-size", "0"]),
     "in a file": Case(["--data-path", "words"], config="dry.yaml", dry=False),
     "alone": Case(["--dry-run-json", "x", "--data-path", "words"], dry=False),
+    "alone, with an equals sign": Case(
+        ["--dry-run-world-size=1", "--data-path", "words"], dry=False
+    ),
 }
 REFUSED = {  # a run of it is refused with the same words
     "world": Case([*CSBP, "--data-path", "words"], {"WORLD_SIZE": "3"}),
@@ -271,6 +275,7 @@ def test_how_many_ranks(outcomes: dict[str, Outcome]) -> None:
     two = outcomes["two ranks asked for"].facts
     assert (two["ranks"], two["ranks_from"]) == (2, "--dry-run-world-size")
     assert (outcomes["another rank"].code, outcomes["another rank"].out) == (None, "")
+    assert outcomes["with equals signs"].facts["ranks"] == 1  # and no TensorBoard file
     assert outcomes["no ranks"].code == 2
     assert "--dry-run-world-size 0: must be at least 1" in outcomes["no ranks"].error
 
@@ -299,7 +304,7 @@ def test_what_a_run_refuses_is_refused_with_its_words(
     assert dry.out == ""
 
 
-@pytest.mark.parametrize("name", ["in a file", "alone"])
+@pytest.mark.parametrize("name", ["in a file", "alone", "alone, with an equals sign"])
 def test_a_run_is_not_dry_by_its_file(outcomes: dict[str, Outcome], name: str) -> None:
     assert outcomes[name].code == 2
     assert "go with --dry-run" in outcomes[name].error

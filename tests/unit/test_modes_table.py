@@ -87,3 +87,11 @@ def test_the_table_of_the_page(
 def test_nonsense_is_refused(flags: str) -> None:
     with pytest.raises(SystemExit, match="modes: error: --"):
         main(flags.split())
+
+
+def test_many_short_documents_fill_a_row_and_none_is_below_the_least() -> None:
+    for documents in (100, 1000):  # at least 10 tokens, and 1
+        row = random_row(1000, documents, 0)
+        sizes = np.bincount(row.document)
+        assert (len(sizes), sizes.sum()) == (documents, 1000)
+        assert sizes.min() == 1000 // documents

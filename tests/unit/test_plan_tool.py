@@ -97,7 +97,10 @@ def test_fewer_layouts_are_printed(shape: Path, capsys: pytest.CaptureFixture[st
         (["--context", "0"], "--context 0: '0' is no length"),
         (["--context", "64Q"], "'64Q' is no length; write tokens, such as 65536 or 64K"),
         (["--context", "64K,"], "'' is no length"),
+        (["--context", "8000000M"], "cannot be counted in the memory of this machine"),
         (["--top", "0"], "--top 0: must be at least 1"),
+        (["--gpus", "1000"], "--gpus 1000: at most 512 are planned at once"),
+        (["--json", "none/at/all.json"], "--json none/at/all.json: there is no such folder"),
         (["--free", "100"], "--free 100.0: per cent of a GPU's memory, from 0 to below 100"),
         (["--network", "-1"], "--network -1.0: must be above 0"),
         (["--global-batch", "0"], "--global-batch 0: must be at least 1"),
@@ -257,6 +260,23 @@ def test_rates_of_a_bench(tmp_path: Path, first: int) -> None:
     assert both.products == both.attention == pytest.approx(step)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"sizes": 1}, "no complete measurement"),
+        ({"sizes": [{}]}, "no complete measurement"),
+        ({"sizes": [{"length": 1, "ways": {"block diffusion": {}}}]}, "no complete measurement"),
+        (ATTENTION | {"heads": []}, "no complete measurement"),
+        (STEP | {"layers": 0, "sizes": [STEP["sizes"][0] | {"weights": 0}]}, "gives 0% of the"),
+    ],
+)
+def test_half_a_bench_is_refused(tmp_path: Path, content: dict[str, Any], words: str) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"--rates {path}: .*{words}"):
+        read_bench([path], SLOW, RATES)
+
+
 def test_rates_of_the_machine_that_was_measured_here() -> None:
     folder = ROOT / "docs" / "benchmarks"
     files = [folder / "attention.json", folder / "step.json"]
@@ -289,6 +309,16 @@ def test_a_config_of_a_run_and_its_own_layout() -> None:
     assert status == 0, out
     assert "3 layers of 128: 0.00 billion parameters, blocks of 4, 8 packed rows a step" in out
     assert "The config's own layout, DP 2, CSBP 2, no recompute" in out
+
+
+@pytest.mark.ranks
+def test_the_own_layout_has_the_batch_that_was_asked_for() -> None:
+    """The config's batch of 2 could not be dealt to 3 replicas."""
+    argv = [str(ROOT / "configs" / "quickstart.yaml"), "--gpus", "6", "--gpu", "cpu"]
+    status, out = run_ranks(1, plan_of_run, [*argv, "--global-batch", "3", "--context", "64"])[0]
+    assert status == 0, out
+    assert "3 packed rows a step" in out
+    assert "The config's own layout, DP 3, CSBP 2, no recompute" in out
 
 
 @pytest.mark.ranks

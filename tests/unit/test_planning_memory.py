@@ -166,6 +166,20 @@ def test_rows_of_other_ranks_and_their_gradients() -> None:
     assert of_others(exchange=few["exchange"]) == 16 * 2 + 4 * 4 + 2 * 2 * 8
 
 
+def test_fused_layers_keep_less() -> None:
+    """Of a row in bf16: a fused norm keeps 16 and 16, torch's 16 and twice 16 in float32.
+
+    Attention: angles' cosines and sines 4 x 8, rotated 32 + 16, projected 32 + 32, the result 32.
+    SwiGLU of 24: fused 2 x 24 and 24, else also the activated half and the other one.
+    """
+    fused = numbers(TASK, Layout(), LAYER)
+    assert (fused.attention, fused.mlp) == (32 + 176, 32 + 3 * 24)
+    local = numbers(replace(TASK, fused=False), Layout(), LAYER)
+    assert (local.attention, local.mlp) == (80 + 176, 80 + 5 * 24)
+    plain = Layer(LAYER.attention, Mlp(24, gated=False))
+    assert numbers(TASK, Layout(), plain).mlp == 32 + 2 * 24
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("experts", [0, 4])
 def test_kept_activations_are_what_autograd_keeps(experts: int) -> None:

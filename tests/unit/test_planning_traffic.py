@@ -139,6 +139,29 @@ def test_tensor_parallel_sums() -> None:
     assert found["tensor-parallel sums of 2 layers"].span == 2
 
 
+def test_tensor_parallel_ranks_do_not_cut_experts() -> None:
+    """Of a layer with experts alone attention is summed; a shared expert is cut as an MLP is.
+
+    2 experts of 3 x 32 x 16 on each of the 4 ranks of TP 2 and a slot of 2, which follow each
+    other, so that every expert has two owners; with 4 expert ranks it has one.
+    """
+    layout = Layout(tp=2, bp=2, cp=2, ep=2, sequence_parallel=True)
+    alone, beside = (
+        dataclasses.replace(SHAPE, layers=(Layer(ATTENTION, Mlp(width, 4, 2, 16)),))
+        for width in (0, 64)
+    )
+    found = flows(layout, alone)
+    # one sum there and one back and one again, each a gather and a scatter; one gather more
+    assert found["tensor-parallel sums of 1 layers"].bytes == 7 * 20 * 64
+    assert flows(layout, beside)["tensor-parallel sums of 1 layers"].bytes == 14 * 20 * 64
+    assert found["rows to experts and back of 1 layers"].span == 2
+    assert found["gradients of experts"].bytes == 2 * 3 * 32 * 16 * 4 / 2
+    assert found["gradients of experts"].ranks == 2
+    # the router, 4 x 32, is whole on each rank, as norms are
+    assert found["gradients"].bytes == (3_072 / 2 + 128 + 64 + 4_096 + 32) * 4 / 2
+    assert "gradients of experts" not in flows(dataclasses.replace(layout, ep=4), alone)
+
+
 def test_pipeline_sends() -> None:
     """The first of two stages sends rows, the last gradients; between chunks there is more."""
     two = Layout(pp=2, bp=2, cp=2, dp=3, micro_batches=5)

@@ -130,6 +130,7 @@ def test_the_page() -> None:
     assert "2 starts; made again after one: 2 rows, 0 h 01 min 16 s (75.5 s)" in throughput
     memory = section(text, "Memory")
     assert "| 4.000 GiB (4,294,967,296 bytes) | 5.000 GiB (5,368,709,120 bytes) | 0.800 |" in memory
+    assert "Of the steps from 4 on: those of the last start." in memory
     assert "| 3.000 MiB (3,145,728 bytes) | 4.000 MiB (4,194,304 bytes) | 0.750 |" in (
         section(text, "Traffic")
     )
@@ -150,6 +151,13 @@ def test_the_page() -> None:
     assert yaml.safe_load(given) == CONFIG["given"]
 
 
+def test_what_is_predicted_stands_beside_steps_of_its_own_start() -> None:
+    rows = [train(n, memory_bytes=9 << 30, bytes_sent=8 << 20) for n in (1, 2, 3)]
+    text = page(Record("fewer ranks", [*rows, train(4)], JOURNAL, {}))
+    assert "| 4.000 GiB (4,294,967,296 bytes) | 5.000 GiB" in section(text, "Memory")
+    assert "| 3.000 MiB (3,145,728 bytes) | 4.000 MiB" in section(text, "Traffic")
+
+
 def test_a_run_that_left_little_has_a_page() -> None:
     text = page(Record("none", [], [], {}))
     assert text.startswith("# Run none\n\nNo training step is on record.\n")
@@ -163,6 +171,7 @@ def test_a_run_that_left_little_has_a_page() -> None:
 
 
 def test_words() -> None:
+    assert list(words.table(["a"], [["one\ntwo | three"]]))[-1] == "| one two / three |"
     assert words.time(3725.4) == "1 h 02 min 05 s (3,725.4 s)"
     assert words.time(1.25) == "1.2 s"
     assert words.steps_of(range(1, 11)) == "1, 2, 3, 4, 5, 6, 7, 8 and 2 more"
@@ -185,6 +194,14 @@ def test_the_journal_keeps_what_comes_before_it_is_opened(
         (r["kind"], r["rank"], r["step"], r.get("message")) for r in read_journal(tmp_path / "run")
     ]
     assert found == [("warning", 3, 0, "early"), ("began", 3, 7, None), ("warning", 3, 8, "late")]
+
+
+def test_a_step_that_is_done_counts_before_the_next_one_begins(tmp_path: Path) -> None:
+    mine = Journal()
+    mine.open(tmp_path, 0, lambda: 7)  # Megatron's count, set when step 8 begins
+    mine.reached(8)
+    mine.note("end", how="it came to its end")
+    assert [r["step"] for r in read_journal(tmp_path)] == [8]
 
 
 def test_a_damaged_or_missing_journal_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -230,12 +247,49 @@ def test_the_tool_makes_the_report_of_the_folder_alone(
     assert (folder / "report.md").read_text() == page(RECORD)
     moved = folder / "elsewhere.jsonl"
     (folder / "metrics.jsonl").rename(moved)
-    with (folder / journal.FILE).open("a") as file:
-        file.write(json.dumps(event("start", 9, 0, metrics=str(moved))) + "\n")
+    there = [r | {"metrics": str(moved)} if r["kind"] == "start" else r for r in JOURNAL]
+    (folder / journal.FILE).write_text("".join(json.dumps(row) + "\n" for row in there))
     command.main([str(folder)])
-    assert "After step 6;" in (folder / "report.md").read_text()
+    assert "After step 6 of 8;" in (folder / "report.md").read_text()
     with pytest.raises(SystemExit, match="report: error"):
         command.main([str(folder / "nowhere")])
+
+
+def test_each_start_may_have_a_metrics_file_of_its_own(tmp_path: Path) -> None:
+    """A, B, A: what a start made again counts once, from where it was made last."""
+
+    def keep(name: str, steps: list[int], speed: float) -> None:
+        rows = [train(1, iteration=n, loss=speed) for n in steps]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    other = str(tmp_path / "b.jsonl")
+    keep("metrics.jsonl", [1, 2, 3, 4, 6, 7], 1.0)  # 3 and 4 are of the first start
+    keep("b.jsonl", [3, 4, 5], 2.0)
+    begins = [
+        (event("start", 0, 0), 1),
+        (event("start", 1, 0, metrics=other), 3),
+        (event("start", 2, 0), 6),
+    ]
+    rows = [
+        row for start, n in begins for row in (start, event("began", 3, n, iteration=n, again=0))
+    ]
+    (tmp_path / journal.FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [(row["iteration"], row["loss"]) for row in command.read(tmp_path).rows]
+    assert found == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0), (6, 1.0), (7, 1.0)]
+
+
+def test_a_picture_that_fails_costs_no_report(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_bp.training import loss_curve
+
+    def draw(runs: dict[str, Any], out: Path) -> list[Path]:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
+    monkeypatch.setattr(loss_curve, "draw_losses", draw)
+    assert command.write(folder).read_text() == page(RECORD)
+    assert "no picture of the losses: RuntimeError: no fonts" in capsys.readouterr().err
 
 
 def test_the_picture_is_drawn_where_matplotlib_is(
@@ -270,7 +324,8 @@ def test_the_report_is_written_however_a_run_ends(folder: Path, args: Namespace)
         (None, "it came to its end"),
         (SystemExit(0), "it was told to stop"),
         (SystemExit(3), "it ended with status 3"),
-        (ValueError("no good"), "it failed: ValueError: no good"),
+        (ValueError("no good\nframe 0\nframe 1"), "it failed: ValueError: no good"),
+        (ValueError(), "it failed: ValueError: "),
     ):
         (folder / "report.md").unlink(missing_ok=True)
         ends = contextlib.nullcontext() if error is None else pytest.raises(type(error))
@@ -296,6 +351,30 @@ def test_a_report_that_cannot_be_written_is_told_and_fails_no_run(
     assert (
         "the report of the run could not be written: FileNotFoundError" in capsys.readouterr().out
     )
+
+
+def test_a_run_that_fails_before_its_first_step_has_a_report(folder: Path, args: Namespace) -> None:
+    for name in ("metrics.jsonl", journal.FILE):
+        (folder / name).unlink()
+    with pytest.raises(SystemExit), run.reported(args):
+        raise SystemExit(2)
+    text = (folder / "report.md").read_text()
+    assert "No training step is on record; it ended with status 2." in text
+
+
+def test_a_start_that_cannot_be_told_fails_no_run(
+    folder: Path,
+    args: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def started(args: Namespace) -> dict[str, Any]:
+        raise OSError("no name")
+
+    monkeypatch.setattr(run, "started", started)
+    with run.reported(args):
+        pass
+    assert "its start is not on record: OSError: no name" in capsys.readouterr().out
 
 
 def test_what_cannot_be_predicted_fails_no_run(

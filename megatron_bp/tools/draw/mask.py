@@ -272,7 +272,7 @@ def title_of(plan: SequencePlan, shown: Mask, name: str, window: int | None) -> 
     what = "clean and corrupted keys" if plan.options.splits_units else "only clean keys"
     crosses = f"{what} cross ranks ({100 * remote:.2g}% of the pairs)"
     layers = "" if window is None else f", window of {picture.tokens(window)}"
-    every = "" if shown.step == 1 else f"; every {shown.step:,}th row and key is shown"
+    every = "" if shown.step == 1 else f"; one row and key of {shown.step:,} is shown"
     slot = plan.options.slot
     ranks = "1 rank" if slot == 1 else f"{slot} ranks"
     size = f"blocks of {plan.options.block_size:,}{layers}"

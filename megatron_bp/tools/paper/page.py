@@ -80,6 +80,8 @@ TOKENS = """\
 
 All cells of the paper's tables. Held out of the fit and to be met within 10 %: Nemotron 3B and 8B
 at 256K, 14B at 64K and 128K (marked *).
+
+![Tokens/s against context, measured by them and predicted](../pictures/scaling_paper.png)
 """
 
 TOKENS_NOTE = """\

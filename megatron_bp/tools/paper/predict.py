@@ -1,14 +1,15 @@
 """Seconds of a step from counts and rates: the paper's schemes, and this project's exchange."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_bp.planning.flops import BACKWARD_ATTENTION
 from megatron_bp.planning.rates import Rates
 from megatron_bp.planning.shape import Attention
 from megatron_bp.planning.traffic import DTYPES
 from megatron_bp.tools.paper.counting import Counted, counted
-from megatron_bp.tools.paper.figures import NETWORK, PEAK, Cell, Scheme
+from megatron_bp.tools.paper.figures import NETWORK, PEAK, Cell, K, Scheme
+from megatron_bp.tools.paper.fit import cell
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,22 @@ def paper(cell: Cell, scheme: Scheme, rates: Rates) -> Seconds:
     counts = counted(cell, scheme)
     combined = rates.combined_attention if scheme == "CP" else rates.attention
     return _seconds(counts, rates, combined, counts.sent / (rates.link * NETWORK))
+
+
+def series(rates: Rates) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Tokens/s of the model that is fitted on, from 64K to 512K, by model and scheme in words."""
+    found = cell()
+    lengths = [2**power * K for power in range(6, 10)]
+    names: dict[Scheme, str] = {"CP": "best CP baseline", "CSBP": "CSBP"}
+    return {
+        found.model: {
+            f"{name}, predicted from one fit at 256K": [
+                (length, paper(replace(found, length=length), scheme, rates).rate)
+                for length in lengths
+            ]
+            for scheme, name in names.items()
+        }
+    }
 
 
 def ours(cell: Cell, rates: Rates) -> Seconds:

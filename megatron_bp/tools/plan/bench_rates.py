@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -33,22 +34,37 @@ def read_bench(paths: Iterable[Path], gpu: Gpu, rates: Rates) -> tuple[Rates, st
     found: dict[str, float] = {}
     told = []
     for path in paths:
-        content = _read(path)
-        longest = max(content["sizes"], key=lambda size: size["length"])
-        peak = gpu.peak(_bytes(content))
-        if "passes" in longest and isinstance(content.get("heads"), list):
-            found["attention"] = rate = _attention(content, longest, path) / peak
+        try:
+            attention, rate = _rate(path, gpu)
+        except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"--rates {path}: is no complete measurement ({type(error).__name__}: {error}); "
+                f"give the JSON of `bench attention` or `bench step` as it was written"
+            ) from error
+        if not 0 < rate < math.inf:
+            raise ValueError(f"--rates {path}: gives {rate:.0%} of the peak; measure again")
+        if attention:
+            found["attention"] = rate
             told.append(f"attention {rate:.0%} of the peak ({path.name})")
-        elif OURS in longest.get("ways", {}):
-            rate = _step(content, longest) / peak
+        else:
             found = {"products": rate, "attention": rate} | found
             told.append(f"a whole step {rate:.0%} of the peak ({path.name})")
-        else:
-            raise ValueError(
-                f"--rates {path}: no measurement of attention or of a step; give the JSON of "
-                f"`bench attention` or `bench step`"
-            )
     return replace(rates, **found), ", ".join(told)
+
+
+def _rate(path: Path, gpu: Gpu) -> tuple[bool, float]:
+    """(whether of attention alone, part of the peak) at the longest rows of a file."""
+    content = _read(path)
+    longest = max(content["sizes"], key=lambda size: size["length"])
+    peak = gpu.peak(_bytes(content))
+    if "passes" in longest and isinstance(content.get("heads"), list):
+        return True, _attention(content, longest, path) / peak
+    if OURS in longest.get("ways", {}):
+        return False, _step(content, longest) / peak
+    raise ValueError(
+        f"--rates {path}: no measurement of attention or of a step; give the JSON of "
+        f"`bench attention` or `bench step`"
+    )
 
 
 def _read(path: Path) -> Any:
@@ -68,7 +84,7 @@ def _bytes(content: dict[str, Any]) -> int:
 def _attention(content: dict[str, Any], size: dict[str, Any], path: Path) -> float:
     """FLOPs a second of the fastest of our kernels, forward and backward."""
     ways = size["passes"].get("forward and backward", {})
-    heads, _, dim = content["heads"]
+    heads, dim = content["heads"][0], content["heads"][-1]
     found = [
         ATTENTION * heads * dim * median(way["pairs"]) / median(way["seconds"])
         for name, way in ways.items()

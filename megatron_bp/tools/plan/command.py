@@ -16,6 +16,7 @@ CONFIG is a config of a run, as for pretrain_bdlm.py, or a shape file (configs/s
 
 exit status: 0 something fits, 1 nothing does in some context, 2 bad input"""
 
+MOST_GPUS = 512
 UNITS = {"K": 2**10, "M": 2**20}
 
 
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         fits = run(options)
     except BrokenPipeError:
         raise SystemExit(1) from None
+    except MemoryError as error:
+        fail(f"rows of this length cannot be counted in the memory of this machine: {error}")
     except (ValueError, OSError, ImportError) as error:
         fail(str(error))
     raise SystemExit(0 if fits else 1)
@@ -89,6 +92,8 @@ def run(options: argparse.Namespace) -> bool:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise InputError(f"--json {options.json}: there is no such folder; make it first")
     # Imported once the line is known to mean something: this takes seconds.
     from megatron_bp.planning.search import Counts, Search
     from megatron_bp.tools.plan import text
@@ -97,10 +102,8 @@ def run(options: argparse.Namespace) -> bool:
     from megatron_bp.tools.plan.source import read_source
 
     machine, rates = machine_of(options)
-    source = read_source(options.config, options.more, machine.gpus)
+    source = read_source(options.config, options.more, machine.gpus, options.global_batch)
     task = source.task
-    if options.global_batch is not None:
-        task = replace(task, global_batch=options.global_batch)
     say(text.head(task, machine, rates))
     say(f"note: {note}" for note in source.notes)
     record: dict[str, Any] = {
@@ -159,6 +162,11 @@ def machine_of(options: argparse.Namespace) -> tuple[Any, str]:
     if not 0 <= options.free < 100:
         raise InputError(f"--free {options.free}: per cent of a GPU's memory, from 0 to below 100")
     gpus = options.gpus or gpu.node * (options.nodes or 1)
+    if gpus > MOST_GPUS:
+        raise InputError(
+            f"--gpus {gpus}: at most {MOST_GPUS} are planned at once; plan a part of them with its "
+            f"part of the global batch: replicas differ in nothing but their number"
+        )
     fewest = -(-gpus // gpu.node)
     nodes = options.nodes or next(n for n in range(fewest, gpus + 1) if gpus % n == 0)
     if gpus % nodes:
@@ -188,7 +196,7 @@ def lengths(text: str | None) -> list[int]:
         word = part.strip().upper()
         unit = UNITS.get(word[-1:], 1)
         number = word[:-1] if unit > 1 else word
-        if not number.isdecimal() or int(number) < 1:
+        if not (number.isascii() and number.isdecimal()) or int(number) < 1:
             raise InputError(
                 f"--context {text}: {part!r} is no length; write tokens, such as 65536 or 64K"
             )

@@ -4,7 +4,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_bp import cpu
@@ -37,13 +37,16 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-def read_source(path: Path, more: Sequence[str], gpus: int) -> Source:
+def read_source(
+    path: Path, more: Sequence[str], gpus: int, global_batch: int | None = None
+) -> Source:
     """The task of a file, and its layout on so many GPUs.
 
     Args:
         path: of a run config or a shape file.
         more: flags that override a run config.
         gpus: how many.
+        global_batch: packed rows a step; None for the file's.
 
     Raises:
         ValueError: it cannot be read, or training would refuse it.
@@ -56,8 +59,10 @@ def read_source(path: Path, more: Sequence[str], gpus: int) -> Source:
                 f"{' '.join(more)}: flags override the config of a run, and {path} is a shape "
                 f"file; change it there"
             )
-        return Source(read_task(path))
-    return _of_run([str(path), *more], gpus)
+        task = read_task(path)
+        return Source(replace(task, global_batch=global_batch or task.global_batch))
+    batch = [] if global_batch is None else ["--global-batch-size", str(global_batch)]
+    return _of_run([str(path), *more, *batch], gpus)
 
 
 def _of_run(argv: list[str], gpus: int) -> Source:

@@ -23,15 +23,32 @@ def read(run: Path) -> Record:
     """What a run left in its folder.
 
     Raises:
-        OSError, ValueError: there is no metrics file, or it or config.yaml cannot be read.
+        OSError, ValueError: a metrics file is not there, or it or config.yaml cannot be read.
     """
     journal = read_journal(run)
-    elsewhere = [row["metrics"] for row in journal if row.get("metrics")]
-    rows = read_metrics(Path(elsewhere[-1]) if elsewhere else run / "metrics.jsonl")
+    rows = _metrics(run, journal)
     config: dict[str, Any] = {}
     if (run / "config.yaml").is_file():
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}
     return Record(run.resolve().name, rows, journal, config)
+
+
+def _metrics(run: Path, journal: list[Row]) -> list[Row]:
+    """The rows of all starts, each from its own --metrics-file; none where none wrote any."""
+    usual = run / "metrics.jsonl"
+    if not any(row["kind"] == "began" for row in journal):
+        return read_metrics(usual) if usual.exists() or not journal else []
+    path, rows = usual, list[Row]()
+    for row in journal:
+        if row["kind"] == "start":
+            path = Path(row.get("metrics") or usual)
+        elif row["kind"] == "began":
+            first = row["iteration"]
+            found = [r for r in read_metrics(path) if not rows or r["iteration"] >= first]
+            again = {(r["kind"], r["iteration"]) for r in found}
+            kept = [r for r in rows if r["iteration"] <= first]
+            rows = [r for r in kept if (r["kind"], r["iteration"]) not in again] + found
+    return rows
 
 
 def write(run: Path) -> Path:
@@ -48,7 +65,10 @@ def write(run: Path) -> Path:
 
 
 def _draw(rows: list[Row], run: Path) -> str | None:
-    """The picture of the losses, a file in `run`; None without matplotlib, or without a step."""
+    """The picture of the losses, a file in `run`; None without matplotlib, or without a step.
+
+    Nor is there one, and it is told, where drawing fails: the report is worth more.
+    """
     if not any(row["kind"] == "train" and row["loss"] is not None for row in rows):
         return None
     try:
@@ -57,7 +77,12 @@ def _draw(rows: list[Row], run: Path) -> str | None:
         return None
     from megatron_bp.training.loss_curve import draw_losses
 
-    drawn = draw_losses({run.resolve().name: rows}, run / PICTURE)
+    try:
+        drawn = draw_losses({run.resolve().name: rows}, run / PICTURE)
+    except Exception as error:  # whatever matplotlib finds here
+        told = f"megatron_bp: no picture of the losses: {type(error).__name__}: {error}"
+        print(told, file=sys.stderr, flush=True)
+        return None
     return next((path.name for path in drawn if path.suffix == ".png"), None)
 
 

@@ -87,6 +87,14 @@ def warm(steps: Sequence[Row], sessions: Sequence[Session]) -> list[Row]:
     return [row for row in steps if row["iteration"] not in cold] or list(steps)
 
 
+def of_last(steps: Sequence[Row], sessions: Sequence[Session]) -> list[Row]:
+    """The steps of the last start: degrees and predictions of an earlier one may be others."""
+    if not sessions:
+        return list(steps)
+    first = sessions[-1].first
+    return [] if first is None else [row for row in steps if row["iteration"] >= first]
+
+
 def sessions(journal: Sequence[Row]) -> list[Session]:
     """The starts of a run, one after another."""
     found: list[Session] = []

@@ -50,8 +50,8 @@ def page(record: Record, picture: str | None = None) -> str:
         ("Losses", _losses(steps, picture)),
         ("Evaluations", _evaluations(evaluations)),
         ("Throughput", _throughput(record, steps, sessions)),
-        ("Memory", _memory(record, steps)),
-        ("Traffic", _traffic(record, steps)),
+        ("Memory", _memory(record, numbers.of_last(steps, sessions))),
+        ("Traffic", _traffic(record, numbers.of_last(steps, sessions))),
         ("Balance and noise", _balance(steps)),
         ("Topology", _topology(record)),
         ("Warnings", _warnings(record, steps)),
@@ -163,6 +163,7 @@ def _memory(record: Record, steps: Sequence[Row]) -> Iterator[str]:
     predicted = record.start.get("predicted", {}).get("memory_bytes")
     of = "GPU" if record.start.get("device") == "cuda" else "process (its resident set)"
     yield from _against(f"peak of the {of} that holds most", peak, predicted, words.in_bytes)
+    yield from _since_last_start(record, steps)
 
 
 def _traffic(record: Record, steps: Sequence[Row]) -> Iterator[str]:
@@ -174,6 +175,13 @@ def _traffic(record: Record, steps: Sequence[Row]) -> Iterator[str]:
     )
     yield ""
     yield "Predicted for rows that are one document of full length each; packed rows send less."
+    yield from _since_last_start(record, steps)
+
+
+def _since_last_start(record: Record, steps: Sequence[Row]) -> Iterator[str]:
+    if sum(row["kind"] == "start" for row in record.journal) > 1 and steps:
+        yield ""
+        yield f"Of the steps from {steps[0]['iteration']:,} on: those of the last start."
 
 
 def _balance(steps: Sequence[Row]) -> Iterator[str]:

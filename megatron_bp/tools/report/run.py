@@ -5,6 +5,7 @@ Neither may fail the run: whatever goes wrong here is printed.
 
 import os
 import platform
+import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ def reported(args: Namespace) -> Iterator[None]:
     journal.start(folder, args.rank, lambda: arguments.steps_done(args))
     writes = args.rank == args.world_size - 1  # as the metrics
     if writes:
-        journal.note("start", **started(args))
+        journal.note("start", **_facts(args))
     how = "it came to its end"
     try:
         yield
@@ -45,12 +46,25 @@ def reported(args: Namespace) -> Iterator[None]:
         how = "it was told to stop" if not end.code else f"it ended with status {end.code}"
         raise
     except BaseException as error:
-        how = f"it failed: {type(error).__name__}: {error}"
+        first, *_ = [*str(error).strip().splitlines(), ""]  # torch's errors have a stack below
+        how = f"it failed: {type(error).__name__}: {first}"
         raise
     finally:
         if writes:
             journal.note("end", how=how)
-            _write(folder)
+            # In a thread, where no exception is being handled: one that matplotlib catches and
+            # keeps would keep the run's own as its context, and all that its frames hold.
+            thread = threading.Thread(target=_write, args=(folder,))
+            thread.start()
+            thread.join()
+
+
+def _facts(args: Namespace) -> dict[str, Any]:
+    try:
+        return started(args)
+    except Exception as error:  # a run is worth more than what is said of it
+        journal.warn(f"its start is not on record: {type(error).__name__}: {error}")
+        return {}
 
 
 def started(args: Namespace) -> dict[str, Any]:

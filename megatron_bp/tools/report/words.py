@@ -9,7 +9,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines of a Markdown table."""
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
-    yield from (f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
+    yield from (f"| {' | '.join(_in_cell(text) for text in row)} |" for row in rows)
+
+
+def _in_cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
 
 
 def of_spread(found: Spread | None, form: str) -> list[str]:
