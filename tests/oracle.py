@@ -210,19 +210,33 @@ def rotary(
     base: float = 10000.0,
     percent: float = 1.0,
     interleaved: bool = False,
+    yarn: tuple[float, int, float, float] | None = None,
 ) -> Tensor:
     """Float64 x [S, H, d], turned by the positions [S]; its first int(d * percent) features only.
 
     Feature pairs are (i, i + r/2) (GPT-NeoX, Megatron's default) or (2i, 2i + 1) (interleaved).
+    YaRN (arXiv 2309.00071): (stretch, original length, turns above which none, below which all of
+    it); what is turned is also multiplied by 0.1 ln(stretch) + 1.
     """
     x = x.double()
     turned = x.shape[-1] if percent >= 1.0 else int(x.shape[-1] * percent)
     out = x.clone()
     for pair in range(turned // 2):
         i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + turned // 2)
-        angle = position.double()[:, None] * base ** (-2 * pair / turned)  # [S, 1]
-        out[..., i] = x[..., i] * angle.cos() - x[..., j] * angle.sin()
-        out[..., j] = x[..., j] * angle.cos() + x[..., i] * angle.sin()
+        frequency, factor = base ** (-2 * pair / turned), 1.0
+        if yarn is not None:
+            stretch, length, fast, slow = yarn
+            first, last = (
+                turned * math.log(length / (2 * math.pi * turns)) / (2 * math.log(base))
+                for turns in (fast, slow)
+            )
+            low, high = max(math.floor(first), 0), min(math.ceil(last), turned - 1)
+            part = min(1.0, max(0.0, (pair - low) / (high - low)))
+            frequency = (1 - part) * frequency + part * frequency / stretch
+            factor = 0.1 * math.log(stretch) + 1
+        angle = position.double()[:, None] * frequency  # [S, 1]
+        out[..., i] = factor * (x[..., i] * angle.cos() - x[..., j] * angle.sin())
+        out[..., j] = factor * (x[..., j] * angle.cos() + x[..., i] * angle.sin())
     return out
 
 
@@ -242,6 +256,8 @@ class GPTShape:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
+    yarn: tuple[float, int, float, float] | None = None
+    query_scale: tuple[float, int] | None = None  # beta, length: 1 + beta ln(1 + floor(p / length))
     tied: bool = False
     qk_layernorm: bool = False
     topk: int = 2  # of the experts of an MoE layer: one whose weights hold a router
@@ -306,8 +322,12 @@ def _self_attention(
     if config.qk_layernorm:
         q = _norm(weights, name + "q_layernorm", config, q)
         k = _norm(weights, name + "k_layernorm", config, k)
-    turn = (config.rotary_base, config.rotary_percent, config.rotary_interleaved)
-    out = attention(rotary(q, position, *turn), rotary(k, position, *turn), v, mask)
+    turn = (config.rotary_base, config.rotary_percent, config.rotary_interleaved, config.yarn)
+    q, k = rotary(q, position, *turn), rotary(k, position, *turn)
+    if config.query_scale is not None:
+        beta, length = config.query_scale
+        q = q * (1 + beta * torch.log1p(position.double() // length))[:, None, None]
+    out = attention(q, k, v, mask)
     return _linear(weights, name + "linear_proj", out.reshape(rows, -1))
 
 

@@ -60,6 +60,7 @@ GPT = oracle.GPTShape(
     layers=2, hidden=32, heads=4, groups=4, head_dim=8, norm="LayerNorm", swiglu=False, tied=True
 )
 PACKED = Case((5, 6, 13, 1), 4, padding=3)
+YARN = (8.0, 64, 4.0, 0.5)  # of four pairs one is not stretched, one in part
 SHAPES = {
     "llama": Shape(LLAMA, (PACKED, Case((24,), 4), Case((9, 15), 4), PACKED)),
     "qwen3, token-causal, prompts": Shape(
@@ -76,6 +77,10 @@ SHAPES = {
         (Case((19, 14), 4),) * 4,
         extra={"rotary_interleaved": True, "window_size": (4, 0), "window_attn_skip_freq": 2},
         windows=[5, None],
+    ),
+    "YaRN, queries scaled by position": Shape(
+        dataclasses.replace(LLAMA, rotary_base=500.0, yarn=YARN, query_scale=(0.4, 5)),
+        (PACKED, Case((24,), 4), Case((9, 15), 4), PACKED),
     ),
     "uniform, cosine, antithetic": Shape(
         LLAMA,
@@ -242,13 +247,27 @@ def build_chunks(
         "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
         "calculate_per_token_loss": True,
     }
+    transformer = TransformerConfig(**(settings | shape.extra))
+    if gpt.yarn is not None:
+        stretch, length, fast, slow = gpt.yarn
+        of_yarn = {
+            "yarn_rotary_scaling_factor": stretch,
+            "yarn_original_max_position_embeddings": length,
+            "yarn_beta_fast": fast,
+            "yarn_beta_slow": slow,
+            "yarn_mscale": 1.0,
+            "yarn_mscale_all_dim": 0.0,
+            "yarn_correction_range_round_to_int": True,
+        }
+        for name, value in of_yarn.items():  # as Megatron's parser does
+            setattr(transformer, name, value)
     config = BDLMModelConfig(
-        transformer=TransformerConfig(**(settings | shape.extra)),
+        transformer=transformer,
         vocab_size=shape.vocabulary,
         make_vocab_size_divisible_by=shape.divisible_by,
         should_pad_vocab=True,
         share_embeddings_and_output_weights=gpt.tied,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if gpt.yarn is None else "yarn",
         rotary_percent=gpt.rotary_percent,
         rotary_base=int(gpt.rotary_base),
         block_parallel_size=bp,
@@ -310,9 +329,16 @@ def attention_of(shape: Shape) -> Any:
     from megatron_bp.attention.exchange.choose import ExchangeOptions
     from megatron_bp.attention.kernels.choose import choose
     from megatron_bp.attention.layout import AttentionOptions
+    from megatron_bp.attention.query_scale import QueryScale
 
     kernel = choose(shape.kernel, "cpu", torch.float32, shape.gpt.head_dim)
-    return AttentionOptions(kernel, ExchangeOptions(**shape.exchange), **shape.attention)
+    scale = shape.gpt.query_scale
+    return AttentionOptions(
+        kernel,
+        ExchangeOptions(**shape.exchange),
+        **shape.attention,
+        query_scale=None if scale is None else QueryScale(*scale),
+    )
 
 
 def settings_of(case: Case, shape: Shape, slot: Slot, micro_batches: int) -> Any:

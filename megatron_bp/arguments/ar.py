@@ -16,6 +16,7 @@ OF_CORRUPTED_ROWS = (
     "--max-imbalance",
     "--answer-fill",
 )
+OF_OUR_ATTENTION = ("--query-scale-beta", "--query-scale-length")
 
 
 def refuse_ar(args: Namespace, given: Collection[str]) -> None:
@@ -44,6 +45,12 @@ def refuse_ar(args: Namespace, given: Collection[str]) -> None:
         no(
             f"{', '.join(found)} with --objective ar: there are no corrupted rows, so there is "
             f"nothing to set; leave out (in a config that includes another: `name: null`)"
+        )
+    scaled = sorted(set(OF_OUR_ATTENTION) & set(given))
+    if scaled:
+        no(
+            f"{', '.join(scaled)} with --objective ar: the model is Megatron's own, which does not "
+            f"scale queries by position; leave out"
         )
     if args.transformer_impl != "local":
         return

@@ -15,6 +15,7 @@ from megatron_bp.attention.heads import refuse_heads
 from megatron_bp.attention.kernels.choose import NAMES, choose
 from megatron_bp.attention.kernels.self_test import self_test
 from megatron_bp.attention.layout import AttentionOptions
+from megatron_bp.attention.query_scale import QueryScale
 from megatron_bp.parallel.mode import parallel_mode
 
 CP_FORMS = ("all_gather", "p2p", "a2a", "clean_all_gather")
@@ -60,6 +61,18 @@ def add_attention_flags(group: Any) -> None:
         "--recompute-keep-attention",
         action="store_true",
         help="Under full recompute, keep what attention made: its output and log-sum-exp.",
+    )
+    add(
+        "--query-scale-beta",
+        type=float,
+        default=None,
+        help="Queries are scaled by 1 + beta log(1 + floor(position / length)), as in Ministral 3.",
+    )
+    add(
+        "--query-scale-length",
+        type=int,
+        default=None,
+        help="The length above: the model's context before it was extended, in tokens.",
     )
     add(
         "--attention-kernel",
@@ -117,6 +130,7 @@ def refuse_attention(
         )
     try:
         ExchangeOptions("auto", args.clean_kv_rows, args.needed_rows_fraction)
+        _query_scale(args)
     except ValueError as error:
         no(str(error))
     try:
@@ -192,7 +206,26 @@ def attention_options(args: Namespace) -> AttentionOptions:
         over_heads=mode == "CP" and args.bdlm_cp_comm_type == "a2a",
         keep_gathered=args.keep_gathered_kv,
         keep_results=args.recompute_keep_attention,
+        query_scale=_query_scale(args),
     )
+
+
+def _query_scale(args: Namespace) -> QueryScale | None:
+    """Of the queries.
+
+    Raises:
+        ValueError: one of its two numbers is not given, or means nothing.
+    """
+    beta, length = args.query_scale_beta, args.query_scale_length
+    if beta is None and length is None:
+        return None
+    if beta is None or length is None:
+        raise ValueError(
+            f"--query-scale-beta {beta} with --query-scale-length {length}: the scale has both "
+            f"numbers; give the other one too (llama_4_scaling_beta and "
+            f"original_max_position_embeddings of a Hugging Face config)"
+        )
+    return QueryScale(beta, length)
 
 
 def test_kernel(args: Namespace, options: AttentionOptions) -> None:

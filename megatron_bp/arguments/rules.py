@@ -115,10 +115,10 @@ def _model(args: Namespace, absent: Absent) -> None:
         no("CUDA graphs fix the row counts, which vary from sample to sample; leave them out")
     if args.softmax_type != "vanilla":
         no(f"--softmax-type {args.softmax_type}: attention sinks are not implemented; use vanilla")
-    if args.position_embedding_type not in ("rope", "none", "learned_absolute"):
+    if args.position_embedding_type not in ("rope", "yarn", "none", "learned_absolute"):
         no(
             f"--position-embedding-type {args.position_embedding_type}: not implemented; use rope, "
-            f"none or learned_absolute"
+            f"yarn, none or learned_absolute"
         )
     if args.fp16:
         no("--fp16: the loss head forms gradients before the loss scale is applied; use --bf16")
@@ -170,7 +170,7 @@ def _heads(args: Namespace) -> None:
             f"divide; change one, or give the size of a head with --kv-channels"
         )
     dim = int((args.kv_channels or args.hidden_size // heads) * args.rotary_percent)
-    if args.position_embedding_type == "rope" and (dim < 2 or dim % 2):
+    if args.position_embedding_type in ("rope", "yarn") and (dim < 2 or dim % 2):
         no(
             f"rotary turns pairs of {dim} channels a head: make that an even number, at least 2 "
             f"(--kv-channels, or --hidden-size / --num-attention-heads, x --rotary-percent)"

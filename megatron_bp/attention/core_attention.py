@@ -72,6 +72,8 @@ class BlockDiffusionAttention(torch.nn.Module):
                 "through megatron_bp.training.step.forward_step"
             )
         layout = packed_seq_params
+        if layout.query_scale is not None:
+            query = query * layout.query_scale.to(query.dtype)[:, None, None, None]
         out = layout.plans[self.window].attend(
             query.squeeze(1),
             key.squeeze(1),

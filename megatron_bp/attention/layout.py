@@ -20,6 +20,7 @@ from megatron_bp.attention.function import Plan, Result
 from megatron_bp.attention.heads import HeadsPlan, all_rows
 from megatron_bp.attention.kernels.contract import Kernel
 from megatron_bp.attention.parts import Held, View, make_view
+from megatron_bp.attention.query_scale import QueryScale
 from megatron_bp.sequence.cache import once
 from megatron_bp.sequence.plan import RankRows, SequencePlan
 from megatron_bp.sequence.visibility import visibility
@@ -35,6 +36,7 @@ class AttentionOptions:
         over_heads: mode CP by all-to-all over heads.
         keep_gathered: K/V that came for a forward are kept for its backward.
         keep_results: a layer that is recomputed keeps what attention made of it.
+        query_scale: queries grow with their position; None: they do not.
     """
 
     kernel: Kernel
@@ -42,6 +44,7 @@ class AttentionOptions:
     over_heads: bool = False
     keep_gathered: bool = False
     keep_results: bool = False
+    query_scale: QueryScale | None = None
 
 
 @dataclass(kw_only=True)
@@ -53,12 +56,14 @@ class Layout(PackedSeqParams):
         plans: one for each distinct window of the layers (None = no window).
         traffic: what attention sends.
         results: by layer number, of layers that will be recomputed; None if they are not kept.
+        query_scale: float32[S], factor of each row's queries; None for none.
     """
 
     positions: Tensor
     plans: dict[int | None, Plan | HeadsPlan]
     traffic: Traffic = field(default_factory=Traffic)
     results: dict[int, Result] | None = None
+    query_scale: Tensor | None = None
     qkv_format: str = "sbhd"
 
 
@@ -114,6 +119,11 @@ def make_layout(
         plans=plans,
         traffic=traffic,
         results={} if options.keep_results else None,
+        query_scale=(
+            None
+            if options.query_scale is None
+            else options.query_scale.at(positions).to(torch.float32)
+        ),
     )
 
 

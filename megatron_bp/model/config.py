@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
 
 from megatron_bp.attention.core_attention import BlockDiffusionAttention
+from megatron_bp.model.frequencies import Llama3, Scaling, Yarn
 from megatron_bp.model.moe import with_block_diffusion_router
 from megatron_bp.model.norm import local_norm
 from megatron_bp.model.rotary import PositionRotary
@@ -77,6 +78,21 @@ def block_diffusion_layer_spec(
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=local_norm)
 
 
+def rotary_scaling(config: GPTModelConfig) -> Scaling | None:
+    """How the config scales its rotary frequencies."""
+    if config.position_embedding_type == "yarn":
+        # Megatron's parser sets these beside the config's fields.
+        transformer: Any = config.transformer
+        return Yarn(
+            factor=transformer.yarn_rotary_scaling_factor,
+            length=transformer.yarn_original_max_position_embeddings,
+            fast=transformer.yarn_beta_fast,
+            slow=transformer.yarn_beta_slow,
+            rounded=transformer.yarn_correction_range_round_to_int,
+        )
+    return Llama3(config.rope_scaling_factor) if config.rope_scaling else None
+
+
 class BDLMModelBuilder(GPTModelBuilder):
     """Builds the model, and the block-parallel groups it needs."""
 
@@ -92,9 +108,11 @@ class BDLMModelBuilder(GPTModelBuilder):
         if config.transformer_layer_spec is None:
             config.transformer_layer_spec = block_diffusion_layer_spec
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
-        if config.position_embedding_type == "rope":
+        if config.position_embedding_type in ("rope", "yarn"):
             dim = int(config.transformer.kv_channels * config.rotary_percent)
-            model.rotary_pos_emb = PositionRotary(model.rotary_pos_emb, dim, config.rotary_base)
+            model.rotary_pos_emb = PositionRotary(
+                model.rotary_pos_emb, dim, config.rotary_base, rotary_scaling(config)
+            )
         if config.self_conditioning_width:
             model.self_conditioning = SelfConditioning(
                 config.transformer,

@@ -13,6 +13,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from megatron_bp.attention.layout import Layout
+from megatron_bp.model.frequencies import Scaling, Yarn, inverse_frequencies
 
 
 class PositionRotary(RotaryEmbedding):
@@ -22,18 +23,24 @@ class PositionRotary(RotaryEmbedding):
     module with it; here the Layout itself takes the place of the length.
     """
 
-    def __init__(self, base: RotaryEmbedding, dim: int, rotary_base: float) -> None:
+    def __init__(
+        self, base: RotaryEmbedding, dim: int, rotary_base: float, scaling: Scaling | None = None
+    ) -> None:
+        """Take the place of a module.
+
+        Args:
+            base: Megatron's own.
+            dim: channels of a head that are turned.
+            rotary_base: of the frequencies.
+            scaling: of the frequencies.
+        """
         torch.nn.Module.__init__(self)
         self.rotary_interleaved = base.rotary_interleaved
         self.seq_len_interpolation_factor = base.seq_len_interpolation_factor
-        # On the CPU, also where the model itself is made on another device or on "meta".
-        at = torch.arange(0, dim, 2, device="cpu")
-        exponent = at.to(torch.float64) / dim
-        exact = rotary_base**-exponent
-        # Llama 3's frequency scaling stays Megatron's own: its float32 factor on exact frequencies.
-        plain = 1.0 / (rotary_base ** (at.to(torch.float32) / dim))
-        ratio = base.inv_freq.detach().to("cpu", torch.float64) / plain.to(torch.float64)
-        self.frequencies = torch.where((ratio - 1).abs() < 1e-6, exact, exact * ratio)
+        self.frequencies = inverse_frequencies(dim, rotary_base, scaling)
+        # GPTModel unpacks what a YaRN module returns; the factor of queries and keys that comes
+        # with it is applied by SelfAttention, from the config.
+        self.in_pair = isinstance(scaling, Yarn)
 
     def get_rotary_seq_len(
         self,
@@ -49,16 +56,18 @@ class PositionRotary(RotaryEmbedding):
             raise TypeError("rotary positions come with a Layout as packed_seq_params")
         return packed_seq_params
 
-    def forward(self, layout: Layout, *unused: Any, **also_unused: Any) -> Tensor:
+    def forward(self, layout: Layout, *unused: Any, **also_unused: Any) -> Any:
         """Angles float32 [S, 1, 1, dim] in [0, 2 pi), laid out as Megatron applies them."""
-        positions = layout.positions
+        angles = self.angles(layout.positions).to(torch.float32)[:, None, None, :]
+        return (angles, None) if self.in_pair else angles
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """float64 [S, dim] in [0, 2 pi) of positions int64 [S]."""
         self.frequencies = self.frequencies.to(positions.device)
         at = positions.to(torch.float64)
         if self.seq_len_interpolation_factor is not None:
             at = at / self.seq_len_interpolation_factor
-        half = torch.remainder(torch.outer(at, self.frequencies), 2 * math.pi).to(torch.float32)
+        half = torch.remainder(torch.outer(at, self.frequencies), 2 * math.pi)
         if self.rotary_interleaved:
-            angles = torch.stack((half, half), dim=-1).flatten(1)
-        else:
-            angles = torch.cat((half, half), dim=-1)
-        return angles[:, None, None, :]
+            return torch.stack((half, half), dim=-1).flatten(1)
+        return torch.cat((half, half), dim=-1)
