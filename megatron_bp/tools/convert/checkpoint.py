@@ -88,7 +88,7 @@ class _Writes(SavePlanner):
     def _object(self, value: ShardedObject) -> None:
         def packed() -> io.BytesIO:
             buffer = io.BytesIO()
-            torch.save(value.data, buffer)
+            torch.save([value.data], buffer)  # Megatron has a list of what its ranks hold
             buffer.seek(0)
             return buffer
 
