@@ -2,6 +2,10 @@
 
 The checkpoint's are those of clean rows under the token-causal relation in the model that this
 project trains; the folder's are those of transformers. Both in float32, one after the other.
+
+transformers keeps its frequencies and angles in float32, which at position 65536 is off by
+hundredths of a radian. So there are two comparisons: with transformers as it is, coarse; and sharp
+with the angles of both from one table, once the two tables of frequencies are seen to agree.
 """
 
 # Shapes: T tokens, V ids that both tables have.
@@ -24,8 +28,12 @@ from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.saved import Saved, saved
 
 NEAR, SHORT = 1024, 64  # tokens of the row at position 0, and of rows far out
-STARTS = (8160, 16352, 65504)  # of the rows far out; each crosses a multiple of 8192
-ALLOWED = {"near": 1e-5, "far": 1e-3}  # transformers has its angles in float32
+# Of the rows far out; all but the last two cross a multiple of 8192, and the last ends at 2 ** 20.
+STARTS = (8160, 16352, 131040, 524224, 1048512)
+SAME = 1e-5  # with one table of angles
+AS_IT_IS = 1e-3  # with transformers' own angles
+AS_IT_IS_UNTIL = 16384 + SHORT  # positions beyond are not compared so
+FREQUENCIES = 1e-6  # relative; transformers has them in float32
 SEED = 1
 
 
@@ -33,46 +41,89 @@ SEED = 1
 class Row:
     """Tokens at consecutive positions, and how far the two models' logits are apart there.
 
+    Distances are norms of the difference of a token's logits, relative to the rows' mean norm; of
+    the worst token.
+
     Attributes:
         start: first position.
         tokens: how many.
-        worst: norm of the difference of a token's logits, relative to the rows' mean norm.
-        allowed: what it may be.
+        same: with one table of angles.
+        as_it_is: with transformers' own angles.
     """
 
     start: int
     tokens: int
-    worst: float
-    allowed: float
+    same: float
+    as_it_is: float
 
     @property
     def holds(self) -> bool:
         """Whether they agree; NaN does not."""
-        return self.worst <= self.allowed
+        near = self.start + self.tokens <= AS_IT_IS_UNTIL
+        return self.same <= SAME and (not near or self.as_it_is <= AS_IT_IS)
 
     def told(self) -> str:
         """In words."""
+        near = self.start + self.tokens <= AS_IT_IS_UNTIL
         return (
             f"positions {self.start} to {self.start + self.tokens - 1}: logits differ by at most "
-            f"{self.worst:.2e}, relative ({self.allowed:.0e} allowed)"
+            f"{self.same:.2e}, relative ({SAME:.0e} allowed); with transformers' float32 angles "
+            f"{self.as_it_is:.2e}"
+            + (f" ({AS_IT_IS:.0e} allowed)" if near else "")
             + ("" if self.holds else ": NOT the same model")
         )
 
 
-def check_folder(source: Path, checkpoint: Path, step: int | None = None) -> list[Row]:
+@dataclass(frozen=True)
+class Agreement:
+    """What was compared.
+
+    Attributes:
+        rows: of tokens.
+        frequencies: greatest relative difference of a rotary frequency.
+    """
+
+    rows: list[Row]
+    frequencies: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two are one model."""
+        same = self.frequencies <= FREQUENCIES
+        return same and bool(self.rows) and all(row.holds for row in self.rows)
+
+    def told(self) -> str:
+        """In words."""
+        first = (
+            f"rotary frequencies differ by at most {self.frequencies:.2e}, relative "
+            f"({FREQUENCIES:.0e} allowed)"
+        )
+        return "\n".join([first, *(row.told() for row in self.rows)])
+
+
+def check_folder(source: Path, checkpoint: Path, step: int | None = None) -> Agreement:
     """Compare at position 0 and far out, as far as the model's positions go."""
     folder = Folder(source)
     model = HuggingFace(folder.config)
     found = saved(model, checkpoint, step)
     vocabulary = min(int(model.config.vocab_size), int(found.args.padded_vocab_size))
     rows = list(_rows(model, vocabulary))
-    theirs = list(_theirs(folder, model, rows))
+    theirs, as_it_is, frequencies = _theirs(folder, model, rows)
     with one_process():
-        ours = _ours(found, rows)
-    return [
-        _compared(start, mine[:, :vocabulary], other[:, :vocabulary])
-        for (start, _), mine, other in zip(rows, ours, theirs, strict=True)
-    ]
+        ours, mine = _ours(found, rows, frequencies)
+    apart = float(((mine - frequencies) / mine).abs().max())
+    return Agreement(
+        [
+            Row(
+                start,
+                len(tokens),
+                distance(own[:, :vocabulary], same[:, :vocabulary]),
+                distance(own[:, :vocabulary], other[:, :vocabulary]),
+            )
+            for (start, tokens), own, same, other in zip(rows, ours, theirs, as_it_is, strict=True)
+        ],
+        apart,
+    )
 
 
 def _rows(model: HuggingFace, vocabulary: int) -> Iterator[tuple[int, Tensor]]:
@@ -85,17 +136,17 @@ def _rows(model: HuggingFace, vocabulary: int) -> Iterator[tuple[int, Tensor]]:
             yield start, torch.randint(vocabulary, (tokens,), generator=generator)
 
 
-def _compared(start: int, ours_TV: Tensor, theirs_TV: Tensor) -> Row:
-    true, found = theirs_TV.double(), ours_TV.double()
+def distance(found_TV: Tensor, true_TV: Tensor) -> float:
+    """Worst norm of a row of differences, relative to the mean norm of the true rows."""
+    true, found = true_TV.double(), found_TV.double()
     error, norm = (found - true).norm(dim=1), true.norm(dim=1).mean()
-    worst = float((error / norm).max()) if torch.isfinite(error).all() else float("nan")
-    return Row(start, len(true), worst, ALLOWED["far" if start else "near"])
+    return float((error / norm).max()) if torch.isfinite(error).all() else float("nan")
 
 
 def _theirs(
     folder: Folder, model: HuggingFace, rows: list[tuple[int, Tensor]]
-) -> Iterator[Tensor]:
-    """float32[T, V] of each row, by transformers."""
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """float32[T, V] of each row by transformers: with exact angles; as it is; its frequencies."""
     import transformers
 
     architecture = getattr(transformers, model.family.architecture)
@@ -106,27 +157,50 @@ def _theirs(
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,
+        **({"experts_implementation": "eager"} if model.family.experts else {}),
     ).eval()
-    for start, tokens in rows:
-        at = torch.arange(start, start + len(tokens))[None]
-        with torch.no_grad():
-            out = network(input_ids=tokens[None], position_ids=at, use_cache=False)
-        yield out.logits[0]
+
+    def logits() -> list[Tensor]:
+        found = []
+        for start, tokens in rows:
+            at = torch.arange(start, start + len(tokens))[None]
+            with torch.no_grad():
+                out = network(input_ids=tokens[None], position_ids=at, use_cache=False)
+            found.append(out.logits[0])
+        return found
+
+    as_it_is = logits()
+    rotary = network.model.rotary_emb
+    frequencies = rotary.inv_freq.double()
+
+    def exact(x: Tensor, position_ids: Tensor, *unused: Any, **also: Any) -> tuple[Tensor, Tensor]:
+        half = position_ids[..., None].double() * frequencies
+        angles, factor = torch.cat((half, half), dim=-1), rotary.attention_scaling
+        return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
+
+    rotary.forward = exact
+    return logits(), as_it_is, frequencies
 
 
-def _ours(found: Saved, rows: list[tuple[int, Tensor]]) -> list[Tensor]:
-    """float32[T, V] of each row, by the model of this project."""
+def _ours(
+    found: Saved, rows: list[tuple[int, Tensor]], frequencies: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """float32[T, V] of each row with these frequencies; and the model's own."""
     from megatron_bp.arguments.attention import attention_options
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network = build(found.args, device)
-    _load(network, found)
+    load(network, found)
     options = attention_options(found.args)
+    rotary = network.rotary_pos_emb
+    own = rotary.frequencies.cpu() / (rotary.seq_len_interpolation_factor or 1)
+    rotary.frequencies = frequencies * (rotary.seq_len_interpolation_factor or 1)
     with torch.no_grad():
-        return [_clean_logits(network, options, *row, device) for row in rows]
+        return [_clean_logits(network, options, *row, device) for row in rows], own
 
 
-def _load(network: Any, found: Saved) -> None:
+def load(network: Any, found: Saved) -> None:
+    """Fill the model from the checkpoint. Collective."""
     from megatron.core import dist_checkpointing
 
     state = {"model": sharded(network)}
@@ -138,9 +212,7 @@ def _load(network: Any, found: Saved) -> None:
         raise ConvertError(f"{found.folder} has no {', '.join(missing)}, which the model needs")
 
 
-def _clean_logits(
-    network: Any, options: Any, start: int, tokens: Tensor, device: str
-) -> Tensor:
+def _clean_logits(network: Any, options: Any, start: int, tokens: Tensor, device: str) -> Tensor:
     """float32[T, V] of clean rows that see up to themselves, at true positions."""
     import numpy as np
 

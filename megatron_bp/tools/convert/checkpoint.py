@@ -58,7 +58,12 @@ class LazyStrategy(TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> None:
         """Write {"model": name -> ShardedTensor(s)} and the common part."""
         writer = FileSystemWriter(str(checkpoint_dir), per_thread_copy_ahead=0)
-        save({}, storage_writer=writer, planner=_Writes(sharded_state_dict, self._source), no_dist=True)
+        save(
+            {},
+            storage_writer=writer,
+            planner=_Writes(sharded_state_dict, self._source),
+            no_dist=True,
+        )
 
 
 class _Writes(SavePlanner):

@@ -53,7 +53,9 @@ def import_folder(source: Path, target: Path, quiet: bool = False) -> HuggingFac
         ConvertError: a folder that cannot be read, or is not of its config.json's model.
     """
     if (target / TRACKER).exists() or (target / RELEASE).exists():
-        raise ConvertError(f"{target} holds a checkpoint already; give another folder, or delete it")
+        raise ConvertError(
+            f"{target} holds a checkpoint already; give another folder, or delete it"
+        )
     folder = Folder(source)
     model = HuggingFace(folder.config)
     _same_names(folder, model)
@@ -88,9 +90,7 @@ def _write(folder: Folder, model: HuggingFace, args: Any, place: Path, quiet: bo
     }
     with tqdm(total=len(by_name), unit="weight", disable=quiet) as bar:
         source = _parts(folder, by_name, model, lambda: bar.update())
-        dist_checkpointing.save(
-            saved, str(place), LazyStrategy(source), content_metadata=content()
-        )
+        dist_checkpointing.save(saved, str(place), LazyStrategy(source), content_metadata=content())
 
 
 def _parts(
