@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bp.tools.convert.families import HuggingFace
-from megatron_bp.tools.convert.folder import Folder
+from megatron_bp.tools.convert.folder import Folder, WeightFolder
 from megatron_bp.tools.convert.model import build, one_process, sharded
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.saved import Saved, saved
@@ -103,7 +103,7 @@ class Agreement:
 
 def check_folder(source: Path, checkpoint: Path, step: int | None = None) -> Agreement:
     """Compare at position 0 and far out, as far as the model's positions go."""
-    folder = Folder(source)
+    folder = WeightFolder(source)
     model = HuggingFace(folder.config)
     found = saved(model, checkpoint, step)
     vocabulary = min(int(model.config.vocab_size), int(found.args.padded_vocab_size))

@@ -19,14 +19,15 @@ NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old folders hold
 
 
 class Folder:
-    """The config and tensors of a folder, each read when it is asked for.
+    """The config of a folder, and its other text files.
 
     Attributes:
         path: of the folder.
+        config: the content of config.json.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read config.json and the tensors' headers.
+        """Read config.json.
 
         Raises:
             ConvertError: what is missing, or not safe to read.
@@ -35,8 +36,6 @@ class Folder:
             raise ConvertError(f"{path}: is no folder; give the folder that holds config.json")
         self.path = path
         self.config: dict[str, Any] = self.json("config.json")
-        self._files: dict[str, Any] = {}
-        self._where = self._find()
 
     def json(self, name: str) -> dict[str, Any]:
         """The content of a JSON file of the folder."""
@@ -70,6 +69,20 @@ class Folder:
             )
         return file
 
+
+class WeightFolder(Folder):
+    """A folder with its tensors, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Read config.json and the tensors' headers.
+
+        Raises:
+            ConvertError: what is missing, or not safe to read.
+        """
+        super().__init__(path)
+        self._files: dict[str, Any] = {}
+        self._where = self._find()
+
     def _find(self) -> dict[str, str]:
         """Tensor name -> file name, checked against the files' own headers."""
         if (self.path / INDEX).exists():
@@ -89,7 +102,7 @@ class Folder:
             )
         held: dict[str, str] = {}
         for file in files:
-            for name in self._open(file).keys():  # noqa: SIM118: no mapping
+            for name in self._open(file).keys():  # noqa: SIM118
                 if name in held:
                     raise ConvertError(f"{self.path}: {name} is in {held[name]} and in {file}")
                 held[name] = file

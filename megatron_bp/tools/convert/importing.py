@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from megatron_bp.tools.convert.checkpoint import LazyStrategy, with_dtypes
 from megatron_bp.tools.convert.families import HuggingFace
-from megatron_bp.tools.convert.folder import Folder
+from megatron_bp.tools.convert.folder import Folder, WeightFolder
 from megatron_bp.tools.convert.model import (
     Piece,
     build,
@@ -56,7 +56,7 @@ def import_folder(source: Path, target: Path, quiet: bool = False) -> HuggingFac
         raise ConvertError(
             f"{target} holds a checkpoint already; give another folder, or delete it"
         )
-    folder = Folder(source)
+    folder = WeightFolder(source)
     model = HuggingFace(folder.config)
     _same_names(folder, model)
     args = megatron_arguments(model, int(model.config.vocab_size), true_ids(folder, model))
@@ -70,7 +70,7 @@ def import_folder(source: Path, target: Path, quiet: bool = False) -> HuggingFac
     return model
 
 
-def _write(folder: Folder, model: HuggingFace, args: Any, place: Path, quiet: bool) -> None:
+def _write(folder: WeightFolder, model: HuggingFace, args: Any, place: Path, quiet: bool) -> None:
     from megatron.core import dist_checkpointing
 
     meta = build(args, "meta")
@@ -80,7 +80,7 @@ def _write(folder: Folder, model: HuggingFace, args: Any, place: Path, quiet: bo
         name: value for name, value in sharded(meta).items() if name in by_name
     }  # a tied output layer is the embedding once more
     state = with_dtypes(state, lambda name: folder.dtype(by_name[name].sources[0]))
-    args.iteration = 0
+    args.iteration, args.objective = 0, "ar"  # a run from it is a conversion, and is checked
     saved: dict[str, Any] = {
         "args": args,
         "checkpoint_version": 3.0,
@@ -94,7 +94,7 @@ def _write(folder: Folder, model: HuggingFace, args: Any, place: Path, quiet: bo
 
 
 def _parts(
-    folder: Folder, by_name: dict[str, Weight], model: HuggingFace, told: Callable[[], Any]
+    folder: WeightFolder, by_name: dict[str, Weight], model: HuggingFace, told: Callable[[], Any]
 ) -> Callable[[str, Piece], Tensor]:
     """The source of the writer: parts of one weight are asked for one after the other."""
     held: dict[str, Tensor] = {}
@@ -115,7 +115,7 @@ def _parts(
     return part
 
 
-def _same_names(folder: Folder, model: HuggingFace) -> None:
+def _same_names(folder: WeightFolder, model: HuggingFace) -> None:
     wanted = {source for weight in model.weights for source in weight.sources}
     if model.config.tie_word_embeddings:  # some folders hold the same table twice
         wanted |= {"lm_head.weight"} & folder.names
@@ -130,7 +130,7 @@ def _same_names(folder: Folder, model: HuggingFace) -> None:
 
 
 def _same_shapes(
-    folder: Folder,
+    folder: WeightFolder,
     model: HuggingFace,
     shapes: dict[str, tuple[int, ...]],
     by_name: dict[str, Weight],
