@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bp.tools.convert.families import HuggingFace
-from megatron_bp.tools.convert.folder import Folder, WeightFolder
+from megatron_bp.tools.convert.folder import WeightFolder
 from megatron_bp.tools.convert.model import build, one_process, sharded
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.saved import Saved, saved
@@ -144,7 +143,7 @@ def distance(found_TV: Tensor, true_TV: Tensor) -> float:
 
 
 def _theirs(
-    folder: Folder, model: HuggingFace, rows: list[tuple[int, Tensor]]
+    folder: WeightFolder, model: HuggingFace, rows: list[tuple[int, Tensor]]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """float32[T, V] of each row by transformers: with exact angles; as it is; its frequencies."""
     import transformers
@@ -238,7 +237,7 @@ def _clean_logits(network: Any, options: Any, start: int, tokens: Tensor, device
         0,
         set(stage_windows(network)),
         batch.position_ids.to(device) + start,
-        dist.group.WORLD,
+        network.pg_collection.clean_shard,
         options,
     )
     index = batch.index

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megatron_bp.tools.convert.card import card, contract
 from megatron_bp.tools.convert.checkpoint import Reader

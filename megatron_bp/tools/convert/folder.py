@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_bp.tools.convert.refused import ConvertError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old folders hold
 
@@ -85,6 +86,10 @@ class WeightFolder(Folder):
 
     def _find(self) -> dict[str, str]:
         """Tensor name -> file name, checked against the files' own headers."""
+        if (self.path / ADAPTER).exists():
+            raise ConvertError(f"{self.path} holds an adapter; merge it into its model first")
+        if (self.path / INDEX).exists() and (self.path / SINGLE).exists():
+            raise ConvertError(f"{self.path} has {SINGLE} and {INDEX}: delete the one not meant")
         if (self.path / INDEX).exists():
             named = self.json(INDEX).get("weight_map")
             if not isinstance(named, dict):

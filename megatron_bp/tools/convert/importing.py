@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megatron_bp.tools.convert.checkpoint import LazyStrategy, with_dtypes
 from megatron_bp.tools.convert.families import HuggingFace

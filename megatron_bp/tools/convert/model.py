@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from megatron_bp import cpu
 from megatron_bp.arguments.config_file import to_flags
@@ -58,7 +59,7 @@ def one_process() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         started = not dist.is_initialized()
         if started:
-            store = dist.FileStore(str(Path(folder) / "store"), 1)
+            store = FileStore(str(Path(folder) / "store"), 1)
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             parallel_state.initialize_model_parallel()

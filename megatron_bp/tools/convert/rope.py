@@ -67,8 +67,9 @@ def _yarn(rope: dict[str, Any], config: Any) -> dict[str, Any]:
         )
     length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     # Both are in use, or neither is.
-    pair = (rope.get("mscale"), rope.get("mscale_all_dim"))
-    one, all_dims = pair if all(pair) else (1.0, 0.0)
+    one, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not one or not all_dims:
+        one, all_dims = 1.0, 0.0
     flags = {
         "position_embedding_type": "yarn",
         "rotary_scaling_factor": float(rope["factor"]),

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_bp.tools.convert.refused import ConvertError
+
 Kind = Literal["copy", "qkv", "stack"]
 
 
@@ -27,7 +29,7 @@ class Heads:
     def __post_init__(self) -> None:
         """Refuse heads that do not divide."""
         if self.queries % self.groups:
-            raise ValueError(
+            raise ConvertError(
                 f"{self.queries} query heads over {self.groups} key heads: they must divide"
             )
 

@@ -14,9 +14,9 @@ from megatron_bp.tools.convert.families.common import Family, heads_of, model_fl
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.weights import Heads, Weight
 
-__all__ = ["Family", "HuggingFace", "read"]
+__all__ = ["Family", "HuggingFace"]
 
-FAMILIES = {
+FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (llama, mistral, ministral3, qwen2, qwen3, qwen3_moe)
 }
@@ -53,9 +53,10 @@ class HuggingFace:
 
         try:
             self.config: Any = CONFIG_MAPPING[self.family.model_type].from_dict(values)
-            self.heads: Heads = heads_of(self.config)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ConvertError(f"config.json: transformers cannot read it: {error}") from error
+        except Exception as error:  # its checks raise errors of many kinds
+            told = " ".join(str(error).split())
+            raise ConvertError(f"config.json: transformers cannot read it: {told}") from error
+        self.heads: Heads = heads_of(self.config)
         self.flags = model_flags(self.family, self.config)
         at = qwen3_moe.experts_at(self.config) if self.family.experts else None
         self.weights: list[Weight] = weights(self.family, self.config, at)
@@ -86,8 +87,3 @@ def family_of(values: dict[str, Any]) -> Family:
         f"model_type {kind}: is none of {', '.join(FAMILIES)}; a new one is a file in "
         f"megatron_bp/tools/convert/families/"
     )
-
-
-def read(values: dict[str, Any]) -> HuggingFace:
-    """The model of a config.json."""
-    return HuggingFace(values)

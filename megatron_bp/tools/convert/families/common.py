@@ -1,5 +1,6 @@
 """What the families share: flags of the model's sizes, and names of its weights."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -89,8 +90,14 @@ def _window_flags(windows: list[int | None]) -> dict[str, Any]:
         raise ConvertError(f"windows of {sorted(sizes)} keys: Megatron has one size for all layers")
     flags: dict[str, Any] = {"window_size": f"({sizes.pop() - 1},0)"}  # keys before the query
     if None in windows:
-        flags["window_attn_skip_freq"] = str([int(window is not None) for window in windows])
+        flags["window_attn_skip_freq"] = pattern([window is not None for window in windows])
     return flags
+
+
+def pattern(layers: list[bool]) -> str:
+    """Which layers, as Megatron's flags have it: [0]*1+[1]*2."""
+    runs = [(int(which), len(list(run))) for which, run in itertools.groupby(layers)]
+    return "+".join(f"[{which}]*{length}" for which, length in runs)
 
 
 def layer_windows(config: Any) -> list[int | None]:

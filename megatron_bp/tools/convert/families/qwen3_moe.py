@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_bp.tools.convert.families.common import Family, one_window
+from megatron_bp.tools.convert.families.common import Family, one_window, pattern
 from megatron_bp.tools.convert.refused import ConvertError
 
 
@@ -26,7 +26,7 @@ def _own(config: Any) -> dict[str, Any]:
     if not config.norm_topk_prob:  # the softmax is over all experts, and is not made to sum to 1
         flags["moe_router_pre_softmax"] = True
     if not all(layers):
-        flags["moe_layer_freq"] = str([int(mixture) for mixture in layers])
+        flags["moe_layer_freq"] = pattern(layers)
     return flags
 
 
