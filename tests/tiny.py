@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-VOCABULARY = 96
+VOCABULARY = 258
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

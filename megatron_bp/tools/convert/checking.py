@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_bp.tools.convert.families import HuggingFace
 from megatron_bp.tools.convert.folder import WeightFolder
-from megatron_bp.tools.convert.model import build, one_process, sharded
+from megatron_bp.tools.convert.model import build, one_process, sharded_weights
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.saved import Saved, saved
 
@@ -202,7 +202,7 @@ def load(network: Any, found: Saved) -> None:
     """Fill the model from the checkpoint. Collective."""
     from megatron.core import dist_checkpointing
 
-    state = {"model": sharded(network)}
+    state = {"model": sharded_weights(network)}
     with contextlib.redirect_stdout(io.StringIO()):
         loaded = dist_checkpointing.load(state, str(found.folder))
     keys = network.load_state_dict(loaded["model"], strict=False)

@@ -75,7 +75,8 @@ class _Writes(SavePlanner):
         self._make: dict[tuple[str, tuple[int, ...] | None], Callable[[], Any]] = {}
         for name, value in state["model"].items():
             for tensor in nested_values({"of": value}):
-                self._tensor(name, tensor, source)
+                if isinstance(tensor, ShardedTensor):
+                    self._tensor(name, tensor, source)
         for value in nested_values(state):
             if isinstance(value, ShardedObject):
                 self._object(value)
@@ -205,8 +206,11 @@ def with_dtypes(state: dict[str, Any], dtype_of: Callable[[str], torch.dtype]) -
         ConvertError: two types in what a checkpoint holds as one tensor.
     """
     seen: dict[str, tuple[torch.dtype, str]] = {}
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in state.items():
+        if isinstance(value, ShardedObject):
+            found[name] = value
+            continue
         dtype = dtype_of(name)
         first, of = seen.setdefault(value.key, (dtype, name))
         if first != dtype:

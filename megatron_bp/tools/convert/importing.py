@@ -76,9 +76,9 @@ def _write(folder: WeightFolder, model: HuggingFace, args: Any, place: Path, qui
     meta = build(args, "meta")
     by_name = {weight.name: weight for weight in model.weights}
     _same_shapes(folder, model, weight_shapes(meta), by_name)
-    state = {
-        name: value for name, value in sharded(meta).items() if name in by_name
-    }  # a tied output layer is the embedding once more
+    state = sharded(meta)
+    if model.config.tie_word_embeddings:  # there it is the embedding once more
+        state.pop("output_layer.weight", None)
     state = with_dtypes(state, lambda name: folder.dtype(by_name[name].sources[0]))
     args.iteration, args.objective = 0, "ar"  # a run from it is a conversion, and is checked
     saved: dict[str, Any] = {

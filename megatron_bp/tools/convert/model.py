@@ -152,11 +152,19 @@ def content() -> dict[str, Any]:
 
 
 def sharded(model: Any) -> dict[str, Any]:
-    """Megatron's sharded state dict of the model, by name; what is no tensor left out."""
+    """Megatron's sharded state dict of the model, by name."""
+    groups = model.pg_collection
+    state: dict[str, Any] = model.sharded_state_dict(
+        metadata=content() | {"dp_cp_group": groups.dp_cp}
+    )
+    return state
+
+
+def sharded_weights(model: Any) -> dict[str, Any]:
+    """The same without what is no tensor: places for a layer's extra state, empty here."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    groups = model.pg_collection
-    state = model.sharded_state_dict(metadata=content() | {"dp_cp_group": groups.dp_cp})
+    state = sharded(model)
     return {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
 
 
@@ -165,7 +173,7 @@ def pieces(model: Any) -> dict[str, list[Piece]]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import apply_factories
 
-    state = {name: {"of": value} for name, value in sharded(model).items()}
+    state = {name: {"of": value} for name, value in sharded_weights(model).items()}
     apply_factories(state)
     return {
         name: [piece_of(tensor) for tensor in nested_values(value)] for name, value in state.items()
