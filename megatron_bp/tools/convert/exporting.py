@@ -61,7 +61,7 @@ def export_folder(
             f"{found.folder} has a module for self-conditioning, which a {model.family.model_type} "
             f"folder has no place for"
         )
-    texts = folder if tokenizer is None else _texts(tokenizer)
+    texts = folder if tokenizer is None else Folder(tokenizer, config=False)
     with one_process():
         parts = pieces(build(found.args, "meta"))
     reader = Reader(found.folder)
@@ -145,13 +145,6 @@ def _shards(
         shard.append(weight)
         held += size
     yield shard
-
-
-def _texts(path: Path) -> Folder:
-    """A folder of a tokenizer alone, which need not have a config.json."""
-    found = Folder.__new__(Folder)
-    found.path = path
-    return found
 
 
 def _write_texts(folder: Folder, target: Path, mask: int | None) -> None:

@@ -27,8 +27,12 @@ class Folder:
         config: the content of config.json.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, config: bool = True) -> None:
         """Read config.json.
+
+        Args:
+            path: of the folder.
+            config: whether it has one; that of a tokenizer alone need not.
 
         Raises:
             ConvertError: what is missing, or not safe to read.
@@ -36,7 +40,7 @@ class Folder:
         if not path.is_dir():
             raise ConvertError(f"{path}: is no folder; give the folder that holds config.json")
         self.path = path
-        self.config: dict[str, Any] = self.json("config.json")
+        self.config: dict[str, Any] = self.json("config.json") if config else {}
 
     def json(self, name: str) -> dict[str, Any]:
         """The content of a JSON file of the folder."""
@@ -81,7 +85,7 @@ class WeightFolder(Folder):
             ConvertError: what is missing, or not safe to read.
         """
         super().__init__(path)
-        self._files: dict[str, Any] = {}
+        self._headers: dict[str, tuple[tuple[int, ...], str]] = {}
         self._where = self._find()
 
     def _find(self) -> dict[str, str]:
@@ -107,10 +111,13 @@ class WeightFolder(Folder):
             )
         held: dict[str, str] = {}
         for file in files:
-            for name in self._open(file).keys():  # noqa: SIM118
-                if name in held:
-                    raise ConvertError(f"{self.path}: {name} is in {held[name]} and in {file}")
-                held[name] = file
+            with self._open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if name in held:
+                        raise ConvertError(f"{self.path}: {name} is in {held[name]} and in {file}")
+                    held[name] = file
+                    header = opened.get_slice(name)
+                    self._headers[name] = tuple(header.get_shape()), header.get_dtype()
         if where and where != held:
             other = sorted(set(where.items()) ^ set(held.items()))[0]
             raise ConvertError(
@@ -125,13 +132,11 @@ class WeightFolder(Folder):
         return str(name)
 
     def _open(self, name: str) -> Any:
-        if name not in self._files:
-            file = self.inside(name)
-            try:
-                self._files[name] = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ConvertError(f"{file}: is no whole safetensors file: {error}") from error
-        return self._files[name]
+        file = self.inside(name)
+        try:
+            return safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ConvertError(f"{file}: is no whole safetensors file: {error}") from error
 
     @property
     def names(self) -> set[str]:
@@ -140,7 +145,7 @@ class WeightFolder(Folder):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor, without reading it."""
-        return tuple(self._open(self._where[name]).get_slice(name).get_shape())
+        return self._headers[name][0]
 
     def dtype(self, name: str) -> torch.dtype:
         """Of a tensor, without reading it.
@@ -148,7 +153,7 @@ class WeightFolder(Folder):
         Raises:
             ConvertError: no floating-point type.
         """
-        text = self._open(self._where[name]).get_slice(name).get_dtype()
+        text = self._headers[name][1]
         known = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
         dtype = (known | {"F64": torch.float64}).get(text)
         if dtype is None:
@@ -156,6 +161,7 @@ class WeightFolder(Folder):
         return dtype
 
     def tensor(self, name: str) -> Tensor:
-        """Read it."""
-        found: Tensor = self._open(self._where[name]).get_tensor(name)
+        """Read it; the file is closed again, so that what was read of it does not stay mapped."""
+        with self._open(self._where[name]) as opened:
+            found: Tensor = opened.get_tensor(name)
         return found
