@@ -44,6 +44,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "llama, YaRN without mscale": {
+        "rope_parameters": {key: YARN[key] for key in list(YARN)[:6]} | {"truncate": False}
+    },
     "qwen2, windows": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "qwen3_moe, a dense layer": {**EXPERTS, "mlp_only_layers": [1]},
 }
