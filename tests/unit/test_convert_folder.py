@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from tiny import save_tiny
 
 from megatron_bp.tools.convert import command
-from megatron_bp.tools.convert.exporting import _token
+from megatron_bp.tools.convert.exporting import _token, _write_texts, table_rows
 from megatron_bp.tools.convert.families import HuggingFace
 from megatron_bp.tools.convert.folder import INDEX, SINGLE, Folder, WeightFolder
 from megatron_bp.tools.convert.importing import _same_names, true_ids
@@ -176,6 +177,41 @@ def test_true_ids_are_the_tokenizers(folder: Path) -> None:
     assert (_token(tokenizer, 4), _token(tokenizer, 6), _token(tokenizer, 5)) == ("y", "m", None)
     with pytest.raises(ConvertError, match="7 ids and its table 6 rows"):
         true_ids(Folder(folder), HuggingFace({"model_type": "llama", "vocab_size": 6}))
+
+
+def test_the_mask_token_is_named(folder: Path, tmp_path: Path) -> None:
+    tokenizer = {"model": {"vocab": {"x": 0}}, "added_tokens": [{"id": 6, "content": "<|mask|>"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "modeling.py").write_text("raise SystemExit")
+    out = tmp_path / "out"
+    out.mkdir()
+    _write_texts(Folder(folder, config=False), out, 6)
+    assert sorted(file.name for file in out.iterdir()) == [
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings == {"eos_token": "x", "mask_token": "<|mask|>"}
+    with pytest.raises(ConvertError, match="has no id 5, the mask token's"):
+        _write_texts(Folder(folder, config=False), out, 5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "there", "rows"),
+    [
+        (90, 128, 100),  # the padding of the run's table goes, that of the folder stays
+        (101, 128, 101),  # an id was added
+        (90, 96, 96),  # trained with fewer rows than the folder had
+        (0, 100, 100),
+    ],
+)
+def test_rows_of_the_tables(ids: int, there: int, rows: int) -> None:
+    model = HuggingFace({"model_type": "llama", "vocab_size": 100})
+    was = Namespace(bdlm_vocabulary=ids) if ids else Namespace()
+    assert table_rows(was, model, there) == rows
 
 
 def test_a_refusal_is_one_line(

@@ -15,9 +15,7 @@ It fills in masked tokens block by block: positions of a block start as the mask
 and see the whole block and, under {relation}, what stands before it. `generate` of transformers
 draws tokens one after another from left to right, which is not what the weights were trained for.
 """
-PLAIN = """\
-It was not trained by megatron_bp: the weights are those of the folder that was imported.
-"""
+PLAIN = "An autoregressive model: each token is predicted from those before it.\n"
 
 
 def contract(was: Namespace) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Config, tokenizer and chat template are those of a folder that the model came fr
 
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_bp.tools.convert.folder import INDEX, SINGLE, Folder
 from megatron_bp.tools.convert.importing import TEXT_FILES
 from megatron_bp.tools.convert.model import Piece, build, one_process, pieces
 from megatron_bp.tools.convert.refused import ConvertError
-from megatron_bp.tools.convert.saved import Saved, saved
+from megatron_bp.tools.convert.saved import saved
 from megatron_bp.tools.convert.weights import Weight, separated
 
 SHARD_BYTES = 5_000_000_000
@@ -65,7 +66,7 @@ def export_folder(
     with one_process():
         parts = pieces(build(found.args, "meta"))
     reader = Reader(found.folder)
-    rows = table_rows(found, model, reader.size(parts[TABLES[0]][0].key)[0])
+    rows = table_rows(found.was, model, reader.size(parts[TABLES[0]][0].key)[0])
     target.mkdir(parents=True, exist_ok=True)
     dtype = _write_weights(model, reader, parts, rows, target, shard_bytes, quiet)
     mask = getattr(found.was, "mask_token_id", None)
@@ -77,9 +78,9 @@ def export_folder(
     (target / "config.json").write_text(text, encoding="utf-8")  # last: now it is whole
 
 
-def table_rows(found: Saved, model: HuggingFace, there: int) -> int:
+def table_rows(was: Namespace, model: HuggingFace, there: int) -> int:
     """Of the exported tables: those of config.json, more where ids were added; no padding."""
-    ids = int(getattr(found.was, "bdlm_vocabulary", 0))
+    ids = int(getattr(was, "bdlm_vocabulary", 0))
     return max(ids, min(there, int(model.config.vocab_size)))
 
 
