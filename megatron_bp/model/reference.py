@@ -34,6 +34,9 @@ def reference_model(config: GPTModelConfig, folder: Path) -> list[GPTModel]:
             groups, wrap_with_ddp=False, data_parallel_random_init=False
         )
     )
+    if config.position_embedding_type == "yarn":
+        for chunk in chunks:  # GPTModel gives rope its group, and lets YaRN take the global one
+            chunk.rotary_pos_emb.cp_group = groups.cp
     metadata = dist_checkpointing.load_content_metadata(str(folder)) or {}
     metadata["dp_cp_group"] = groups.dp_cp
     names = ["model"] if len(chunks) == 1 else [f"model{k}" for k in range(len(chunks))]

@@ -1,0 +1,1 @@
+"""Models between Hugging Face folders and Megatron checkpoints: import, export, check."""

@@ -1,0 +1,89 @@
+"""The families of models that can be converted, and why others cannot."""
+
+from typing import Any
+
+from megatron_bp.tools.convert.families import (
+    llama,
+    ministral3,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from megatron_bp.tools.convert.families.common import Family, heads_of, model_flags, weights
+from megatron_bp.tools.convert.refused import ConvertError
+from megatron_bp.tools.convert.weights import Heads, Weight
+
+__all__ = ["Family", "HuggingFace"]
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, mistral, ministral3, qwen2, qwen3, qwen3_moe)
+}
+REFUSED = {
+    "qwen3_5": "a hybrid of linear and full attention",
+    "qwen3_next": "a hybrid of linear and full attention",
+    "qwen3_8": "a hybrid of linear and full attention",
+    "gemma": "norms, activation and head of the Gemma family",
+    "diffusion_gemma": "the DiffusionGemma architecture",
+    "llada": "the LLaDA architecture",
+    "llada2": "the LLaDA2 architecture",
+}
+PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
+
+
+class HuggingFace:
+    """A model as its config.json describes it.
+
+    Attributes:
+        config: of transformers.
+        family, heads: of the model.
+        flags: the model in flags of this project, name in snake case -> value.
+        weights: all of them.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        """From the content of config.json.
+
+        Raises:
+            ConvertError: a model that this project does not convert.
+        """
+        self.family = family_of(values)
+        from transformers import CONFIG_MAPPING
+
+        try:
+            self.config: Any = CONFIG_MAPPING[self.family.model_type].from_dict(values)
+        except Exception as error:  # its checks raise errors of many kinds
+            told = " ".join(str(error).split())
+            raise ConvertError(f"config.json: transformers cannot read it: {told}") from error
+        self.heads: Heads = heads_of(self.config)
+        self.flags = model_flags(self.family, self.config)
+        at = qwen3_moe.experts_at(self.config) if self.family.experts else None
+        self.weights: list[Weight] = weights(self.family, self.config, at)
+
+
+def family_of(values: dict[str, Any]) -> Family:
+    """Of a config.json.
+
+    Raises:
+        ConvertError: none of ours.
+    """
+    for part in PARTS:
+        if part in values:
+            raise ConvertError(
+                f"config.json has a {part}: models of several kinds of input are not converted; "
+                f"save the language model alone (its weights and its text_config) in a folder"
+            )
+    if values.get("quantization_config"):
+        raise ConvertError("config.json has a quantization_config: use the unquantized weights")
+    kind = str(values.get("model_type"))
+    if kind in FAMILIES:
+        return FAMILIES[kind]
+    known = [name for name in REFUSED if kind == name or kind.startswith(name)]
+    if known:
+        longest = max(known, key=len)
+        raise ConvertError(f"model_type {kind}: {REFUSED[longest]} is not implemented")
+    raise ConvertError(
+        f"model_type {kind}: is none of {', '.join(FAMILIES)}; a new one is a file in "
+        f"megatron_bp/tools/convert/families/"
+    )

@@ -1,0 +1,228 @@
+"""Hugging Face folders that are not to be trusted, or are not whole."""
+
+import json
+import pickle
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import save_tiny
+
+from megatron_bp.tools.convert import command
+from megatron_bp.tools.convert.exporting import _token, _write_texts, table_rows
+from megatron_bp.tools.convert.families import HuggingFace
+from megatron_bp.tools.convert.folder import INDEX, SINGLE, Folder, WeightFolder
+from megatron_bp.tools.convert.importing import _same_names, true_ids
+from megatron_bp.tools.convert.refused import ConvertError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two tensors in two files, with an index."""
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        save_file({name: torch.full((2, 3), value)}, path / f"{name}.safetensors")
+    index(path, {"a": "a.safetensors", "b": "b.safetensors"})
+    return path
+
+
+def index(path: Path, where: dict[str, Any]) -> None:
+    (path / INDEX).write_text(json.dumps({"weight_map": where}))
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_tensors_one_at_a_time(folder: Path) -> None:
+    found = WeightFolder(folder)
+    assert found.names == {"a", "b"}
+    assert found.shape("b") == (2, 3)
+    assert found.dtype("b") == torch.float32
+    assert found.tensor("b").tolist() == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("name", ["../a.safetensors", "sub/a.safetensors", "..", ".", "", 3, None])
+def test_a_name_that_leads_elsewhere(folder: Path, name: Any) -> None:
+    (folder / "sub").mkdir()
+    for place in (folder.parent, folder / "sub"):
+        save_file({"a": torch.zeros(1)}, place / "a.safetensors")
+    index(folder, {"a": name, "b": "b.safetensors"})
+    with pytest.raises(ConvertError, match=r"only plain names|has no"):
+        WeightFolder(folder)
+
+
+def test_an_absolute_name(folder: Path) -> None:
+    outside = folder.parent / "a.safetensors"
+    save_file({"a": torch.zeros(1)}, outside)
+    index(folder, {"a": str(outside), "b": "b.safetensors"})
+    with pytest.raises(ConvertError, match="only plain names"):
+        WeightFolder(folder)
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", INDEX, "config.json"])
+def test_a_link_out_of_the_folder(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.parent / "kept")
+    (folder / name).symlink_to(folder.parent / "kept")
+    with pytest.raises(ConvertError, match="outside of the folder"):
+        WeightFolder(folder)
+
+
+def test_a_link_inside_the_folder_is_read(folder: Path) -> None:
+    (folder / "a.safetensors").rename(folder / "kept.safetensors")
+    (folder / "a.safetensors").symlink_to("kept.safetensors")
+    assert WeightFolder(folder).tensor("a").sum() == 6
+
+
+@pytest.mark.parametrize("how", ["alone", "in the index", "named safetensors"])
+def test_no_pickle_is_executed(folder: Path, how: str) -> None:
+    mark = folder.parent / "executed"
+    name = "a.safetensors" if how == "named safetensors" else "pytorch_model.bin"
+    (folder / name).write_bytes(pickle.dumps(Payload(mark)))
+    if how == "alone":
+        (folder / INDEX).unlink()
+    if how == "in the index":
+        index(folder, {"a": name, "b": "b.safetensors"})
+    words = {
+        "alone": "pytorch_model.bin may run code",
+        "in the index": "only .safetensors files are read",
+        "named safetensors": "no whole safetensors file",
+    }[how]
+    with pytest.raises(ConvertError, match=words):
+        WeightFolder(folder)
+    assert not mark.exists()
+    pickle.loads((folder / name).read_bytes())  # the payload itself works
+    assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ({"a": "a.safetensors"}, None),  # b.safetensors is not named: not read
+        ({"a": "b.safetensors", "b": "a.safetensors"}, "does not say what the files hold"),
+        ({"a": "a.safetensors", "c": "b.safetensors"}, "does not say what the files hold"),
+        ({"a": "gone.safetensors"}, "has no gone.safetensors"),
+        ([], "has no weight_map"),
+    ],
+)
+def test_an_index_that_is_wrong(folder: Path, where: Any, words: str | None) -> None:
+    index(folder, where)
+    if words is None:
+        assert WeightFolder(folder).names == {"a"}
+        return
+    with pytest.raises(ConvertError, match=words):
+        WeightFolder(folder)
+
+
+def test_a_tensor_twice(folder: Path) -> None:
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, folder / "b.safetensors")
+    with pytest.raises(ConvertError, match=r"a is in a.safetensors and in b.safetensors"):
+        WeightFolder(folder)
+
+
+def test_what_else_is_refused(folder: Path) -> None:
+    save_file({"a": torch.zeros(1, dtype=torch.int8)}, folder / "a.safetensors")
+    with pytest.raises(ConvertError, match="a is I8"):
+        WeightFolder(folder).dtype("a")
+    save_file({"a": torch.zeros(1)}, folder / SINGLE)
+    with pytest.raises(ConvertError, match="delete the one not meant"):
+        WeightFolder(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConvertError, match="holds an adapter"):
+        WeightFolder(folder)
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(ConvertError, match="holds a list"):
+        Folder(folder)
+    with pytest.raises(ConvertError, match="is no folder"):
+        Folder(folder / "gone")
+
+
+def test_a_file_that_ends_early(folder: Path) -> None:
+    whole = (folder / "a.safetensors").read_bytes()
+    (folder / "a.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(ConvertError, match="no whole safetensors file"):
+        WeightFolder(folder)
+
+
+def test_names_are_the_familys(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    folder = WeightFolder(tmp_path)
+    model = HuggingFace(folder.config)
+    _same_names(folder, model)
+    fewer = HuggingFace(folder.config | {"num_hidden_layers": 2, "layer_types": None})
+    with pytest.raises(ConvertError, match=r"has model\.layers\.2\..*which is not converted"):
+        _same_names(folder, fewer)
+    more = HuggingFace(folder.config | {"num_hidden_layers": 4, "layer_types": None})
+    with pytest.raises(ConvertError, match=r"lacks model\.layers\.3\."):
+        _same_names(folder, more)
+
+
+def test_true_ids_are_the_tokenizers(folder: Path) -> None:
+    model = HuggingFace({"model_type": "llama", "vocab_size": 10})
+    assert true_ids(Folder(folder), model) == 10
+    tokenizer = {"model": {"vocab": {"x": 0, "y": 4}}, "added_tokens": [{"id": 6, "content": "m"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert true_ids(Folder(folder), model) == 7
+    assert (_token(tokenizer, 4), _token(tokenizer, 6), _token(tokenizer, 5)) == ("y", "m", None)
+    with pytest.raises(ConvertError, match="7 ids and its table 6 rows"):
+        true_ids(Folder(folder), HuggingFace({"model_type": "llama", "vocab_size": 6}))
+
+
+def test_the_mask_token_is_named(folder: Path, tmp_path: Path) -> None:
+    tokenizer = {"model": {"vocab": {"x": 0}}, "added_tokens": [{"id": 6, "content": "<|mask|>"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "modeling.py").write_text("raise SystemExit")
+    out = tmp_path / "out"
+    out.mkdir()
+    _write_texts(Folder(folder, config=False), out, 6)
+    assert sorted(file.name for file in out.iterdir()) == [
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings == {"eos_token": "x", "mask_token": "<|mask|>"}
+    with pytest.raises(ConvertError, match="has no id 5, the mask token's"):
+        _write_texts(Folder(folder, config=False), out, 5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "there", "rows"),
+    [
+        (90, 128, 100),  # the padding of the run's table goes, that of the folder stays
+        (101, 128, 101),  # an id was added
+        (90, 96, 96),  # trained with fewer rows than the folder had
+        (0, 100, 100),
+    ],
+)
+def test_rows_of_the_tables(ids: int, there: int, rows: int) -> None:
+    model = HuggingFace({"model_type": "llama", "vocab_size": 100})
+    was = Namespace(bdlm_vocabulary=ids) if ids else Namespace()
+    assert table_rows(was, model, there) == rows
+
+
+def test_a_refusal_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.cpu, "needed", lambda: False)  # this process stays as it is
+    monkeypatch.setattr(command.logging, "disable", lambda level: None)
+    monkeypatch.setattr(command.warnings, "simplefilter", lambda action: None)
+    with pytest.raises(SystemExit) as end:
+        command.main(["import", str(folder / "gone"), str(folder / "out")])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("convert: error: ")
