@@ -189,7 +189,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_with_its_log(start: Start) 
 def test_the_first_of_several_failures_is_named_and_a_killed_rank_before_others(
     start: Start,
 ) -> None:
-    """Both nodes name a first failure in the same second: by its code the second node's is first."""
+    """Both nodes name a failure in the same second: by its code the second node's is first."""
     cause = "Root Cause (first observed failure):\\n time : 2026-01-01_00:00:01\\n"
     told = f'printf "{cause} rank : 0 (x)\\n exitcode : 1 (x)\\n"; '
     job = start(("node.sh", "say() {", f"{told}say() {{"), BAD="9")
