@@ -4,6 +4,8 @@ What a real run does under them is in tests/e2e/test_slurm.py.
 """
 
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +35,8 @@ open(os.environ["SEEN"] + "/ready" + place, "w")
 while not got:
     time.sleep(0.02)
 time.sleep(0.7)
-open(os.environ["SEEN"] + "/stopped" + place, "w")
+with open(os.environ["SEEN"] + "/stopped" + place, "w") as file:
+    file.write(str(len(got)))
 ' "$rank" &
 done
 for _ in $(jobs -p); do
@@ -95,6 +98,9 @@ def preempt(job: Job, nodes: int = 2, timeout: float = 10, **how: bool | str) ->
     assert job.codes == [0, 0], job.text()
     told = job.output.read_text()
     assert told.index("stopped and saved: queueing the job again") < told.index("job.sh: done")
+    # A second signal could meet a Python that is ending, and kill it.
+    counts = [int(p.read_text()) for p in Path(job.variables["SEEN"]).glob("stopped*")]
+    assert max(counts) <= (2 if how.get("whole") else 1), counts
 
 
 def node_log(job: Job, node: int, restart: int = 0) -> str:
@@ -158,19 +164,24 @@ def test_an_edit_that_breaks_preemption_is_noticed(
 
 
 @pytest.mark.parametrize(
-    ("edit", "how"),
+    ("edit", "how", "variables"),
     [
-        (("node.sh", "trap '' USR1", "trap - USR1"), {"whole": True}),
-        (("node.sh", "trap 'asked=1' USR1 TERM", "trap 'asked=1' USR1"), {"name": "TERM"}),
+        (("node.sh", "trap '' USR1", "trap - USR1"), {"whole": True}, {}),
+        (("node.sh", "trap 'asked=1' USR1 TERM", "trap 'asked=1' USR1"), {"name": "TERM"}, {}),
+        (("node.sh", " && (((0x${caught:-0} & 0x200) != 0))", ""), {}, {"LATE": "1"}),
+        (("node.sh", 'told+="$rank "', ":"), {}, {}),
     ],
-    ids=["whole", "TERM"],
+    ids=["whole", "TERM", "late", "twice"],
 )
 def test_so_is_one_that_breaks_other_ways(
-    start: Start, edit: tuple[str, str, str], how: dict[str, bool | str]
+    start: Start,
+    edit: tuple[str, str, str],
+    how: dict[str, bool | str],
+    variables: dict[str, str],
 ) -> None:
-    job = start(edit)
+    job = start(edit, **variables)
     with pytest.raises(AssertionError):
-        preempt(job, timeout=1.5, **how)
+        preempt(job, timeout=4 if variables else 1.5, **how)
 
 
 def test_a_rank_that_fails_ends_the_job_and_is_named_with_its_log(start: Start) -> None:
@@ -216,6 +227,18 @@ def test_without_arguments_it_says_so(start: Start) -> None:
     job = start(("many_nodes.sbatch", ' "$@"', ""))
     assert job.wait(20) == 2
     assert "job.sh: error: no arguments: give a config file" in job.output.read_text()
+
+
+def test_shellcheck_has_nothing_to_say() -> None:
+    beside = Path(sys.executable).with_name("shellcheck")
+    program = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("no shellcheck here")
+    files = sorted(map(str, (ROOT / "scripts" / "slurm").iterdir()))
+    done = subprocess.run(
+        [program, "--external-sources", *files], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_both_scripts_ask_for_the_same_but_nodes() -> None:
