@@ -12,8 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from entry import pretrain
+
+from megatron_bp import cpu
+
+if cpu.needed():
+    cpu.install()
 
 SEEN = Path(os.environ["SEEN"])
 FIRST = "SLURM_RESTART_COUNT" not in os.environ

@@ -64,9 +64,9 @@ def seen(job: Job, start: int) -> list[dict[str, Any]]:
     return sorted(found, key=lambda note: note["rank"])
 
 
-def signalled_in_a_step(job: Job, save: Path) -> None:
+def signalled_in_a_step(job: Job, save: Path, patience: float = 120) -> None:
     """All that must hold of a run that is preempted in step SLOW: on 4 ranks, no step is lost."""
-    folder, end = Path(job.variables["SEEN"]), time.monotonic() + 120
+    folder, end = Path(job.variables["SEEN"]), time.monotonic() + patience
     while len(list(folder.glob("slow*"))) < 4:
         assert job.process.poll() is None, f"ended early: {job.text()}"
         assert time.monotonic() < end, f"step {SLOW} is not reached: {job.text()}"
@@ -102,18 +102,18 @@ def test_a_signal_in_a_step_longer_than_torchruns_patience_loses_no_step(
     "edit",
     [
         ("job.sh", "RDZV_HOST=${nodes%%$'\\n'*}", "RDZV_HOST=localhost"),
-        ("job.sh", "RDZV_HOST=${nodes%%$'\\n'*}", "RDZV_HOST=${nodes##*$'\\n'}"),
         ("many_nodes.sbatch", "#SBATCH --signal=USR1@600", "#"),
         ("many_nodes.sbatch", "#SBATCH --nodes=2", "#SBATCH --nodes=1"),
         ("node.sh", '--nnodes "$SLURM_NNODES"', "--nnodes 1"),
         ("job.sh", " --exit-signal SIGUSR1", ""),
     ],
-    ids=["localhost", "last-host", "no-signal", "one-node", "one-nnode", "no-exit-signal"],
+    ids=["localhost", "no-signal", "one-node", "one-nnode", "no-exit-signal"],
 )
 def test_an_altered_script_fails(start: Start, tmp_path: Path, edit: tuple[str, str, str]) -> None:
     job = start(edit, SLOW=f"{SLOW}:2")
+    patience = 30 if "localhost" in edit[2] else 120  # no node hosts the meeting: all wait
     with pytest.raises(AssertionError):
-        signalled_in_a_step(job, tmp_path / "run")
+        signalled_in_a_step(job, tmp_path / "run", patience)
 
 
 def test_a_dead_rank_ends_the_job_within_a_minute_with_its_name_and_log(start: Start) -> None:

@@ -15,11 +15,11 @@ from slurm_stand_in import HOSTS, Job, directives
 
 ROOT = Path(__file__).resolve().parents[2]
 # In place of python: notes its line and some variables, then starts "ranks" that end by a signal.
-# The second start ends at once. BAD is the code of the last rank of the second node.
+# The second start ends at once, and with LONG=0 the first. BAD is the code of the last rank of the second node.
 LAUNCHER = r"""#!/usr/bin/env bash
 echo "line: $*"
 echo "set: ${SET_UP:-}, $CUDA_DEVICE_MAX_CONNECTIONS, $NCCL_NVLS_ENABLE, ${WRAPPED:-}"
-if [ "${SLURM_RESTART_COUNT:-0}" -ge 1 ]; then exit 0; fi
+if [ "${SLURM_RESTART_COUNT:-0}" -ge "${LONG:-1}" ]; then exit 0; fi
 for rank in $(seq "$RANKS_PER_NODE"); do
   python3 -c '
 import os, signal, sys, time
@@ -111,16 +111,40 @@ def node_log(job: Job, node: int, restart: int = 0) -> str:
 def test_the_signal_reaches_every_rank_and_the_job_is_queued_again(start: Start) -> None:
     job = start(CONTAINER="env WRAPPED=yes", NCCL_NVLS_ENABLE="7")
     preempt(job)
-    for node, is_host in enumerate(("true", "false")):
-        line = (
-            f"line: -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d "
-            f"--rdzv-id 4711-0 --rdzv-endpoint {HOSTS[0]}:24711 "
-            f"--rdzv-conf is_host={is_host},read_timeout=600 --local-addr {HOSTS[node]} "
-            f"--max-restarts 0 pretrain_bdlm.py run.yaml --save a b --exit-signal SIGUSR1\n"
-        )
-        assert line in node_log(job, node)
-        assert line.replace("4711-0", "4711-1") in node_log(job, node, restart=1)
+    for node in (0, 1):
         assert "set: yes, 1, 7, yes\n" in node_log(job, node)
+        for restart in (0, 1):
+            meets_at_the_first_host(job, node, restart)
+
+
+def meets_at_the_first_host(job: Job, node: int, restart: int) -> None:
+    line = (
+        f"line: -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d "
+        f"--rdzv-id 4711-{restart} --rdzv-endpoint {HOSTS[0]}:24711 "
+        f"--rdzv-conf is_host={str(node == 0).lower()},read_timeout=600 "
+        f"--local-addr {HOSTS[node]} --max-restarts 0 "
+        f"pretrain_bdlm.py run.yaml --save a b --exit-signal SIGUSR1\n"
+    )
+    assert line in node_log(job, node, restart)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("job.sh", "RDZV_HOST=${nodes%%$'\\n'*}", "RDZV_HOST=${nodes##*$'\\n'}"),
+        ("job.sh", "RDZV_HOST=${nodes%%$'\\n'*}", "RDZV_HOST=$SLURM_JOB_NODELIST"),
+        ("job.sh", "export RDZV_HOST", "RDZV_HOST"),
+        ("node.sh", '= "$RDZV_HOST" ]', '!= "$RDZV_HOST" ]'),
+        ("node.sh", '$RDZV_HOST:$RDZV_PORT"\n  --rdzv-conf', '$SLURMD_NODENAME:1"\n  --rdzv-conf'),
+    ],
+    ids=["last host", "all hosts", "not exported", "other host", "own host"],
+)
+def test_another_meeting_point_is_noticed(start: Start, edit: tuple[str, str, str]) -> None:
+    job = start(edit, LONG="0")
+    job.wait(20)
+    with pytest.raises(AssertionError):
+        meets_at_the_first_host(job, 0, 0)
+        meets_at_the_first_host(job, 1, 0)
 
 
 def test_one_node(start: Start) -> None:
