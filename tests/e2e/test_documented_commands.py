@@ -42,7 +42,7 @@ NOT_RUN = {
     "tools.bench exchange": "needs 4 ranks; tests/unit/test_bench_step.py runs it on 2",
     "scripts/bench_cpu.sh": "takes most of an hour",
     "scripts/bench_two_hosts.sh": "needs root; tests/unit/test_two_hosts.py has its parts",
-    "srun": "needs SLURM",
+    "sbatch": "needs SLURM; tests/e2e/test_slurm.py runs the scripts under a stand-in of it",
     "--nproc-per-node 16": "needs 16 ranks; tests/e2e/test_topologies.py runs such layouts on 4",
     "--seq-length 32768": "takes minutes",
     "configs/sft_quickstart.yaml --tiny": "tests/ranks/test_model.py has the presets",
@@ -63,7 +63,7 @@ def commands(page: str) -> list[str]:
     """Command lines of a page: indented blocks, and code in text that starts with a program."""
     text = (ROOT / page).read_text().replace("\\\n", " ")
     lines = re.findall(r"^ {4,}(.*)$", text, re.MULTILINE) + re.findall(r"`([^`]+)`", text)
-    programs = r"(?:bash |\.venv(?:-te)?/bin/|python |torchrun |srun |pkill )"
+    programs = r"(?:bash |\.venv(?:-te)?/bin/|python |torchrun |srun |sbatch |pkill )"
     program = re.compile(rf"^(?:\w+=\S+ )*{programs}")
     return [" ".join(line.split("#")[0].split()) for line in lines if program.match(line)]
 

@@ -1,0 +1,235 @@
+"""A small Slurm on one machine: `sbatch` as a class, `srun` and `scontrol` as programs.
+
+Nodes are addresses 127.0.0.x with processes of their own. What scripts/slurm/ uses is done as Slurm
+does it, and an option that is not known here is an error:
+
+- `#SBATCH` lines end at the first command; the command line of sbatch wins over them.
+- A step's tasks get the step's environment (`--export`), their node's name and numbers, and an
+  output file of each node. srun ends with the highest code of its tasks; with
+  `--kill-on-bad-exit` the first bad one ends all of the step.
+- `--signal=[B:]NAME@SECONDS` reaches only what Slurm started itself: the tasks of a step and not
+  their children, as proctrack/cgroup has it; with `B:` the batch shell alone.
+- `scontrol requeue` takes effect when the batch script ends, and only with `--requeue`.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+HOSTS = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
+JOB, STEP = "STAND_IN_JOB", "STAND_IN_STEP"  # in the environment of all that each starts
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [p for child in path.read_text().split() for p in tree(int(child))]
+    return found
+
+
+def directives(script: Path) -> dict[str, str]:
+    """The options of a batch script."""
+    found: dict[str, str] = {}
+    for line in script.read_text().splitlines():
+        if line and not line.startswith("#"):
+            break
+        if line.startswith("#SBATCH --"):
+            name, _, value = line.removeprefix("#SBATCH --").strip().partition("=")
+            found[name] = value
+    return found
+
+
+class Job:
+    """A batch script as `sbatch` runs it, queued again as often as it asks for."""
+
+    KNOWN = ("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "mem", "time")
+    KNOWN += ("signal", "requeue", "open-mode", "export")
+
+    def __init__(
+        self,
+        script: Path,
+        arguments: list[str],
+        state: Path,
+        variables: dict[str, str],
+        **over: str,
+    ) -> None:
+        self.options = directives(script) | {k.replace("_", "-"): v for k, v in over.items()}
+        unknown = set(self.options) - set(self.KNOWN)
+        assert not unknown, f"the stand-in does not know #SBATCH {unknown}"
+        assert self.options["ntasks-per-node"] == "1"
+        self.script, self.arguments, self.state = script, arguments, state
+        self.variables, self.restarts, self.codes = variables, 0, list[int]()
+        self.output = state / "batch.log"
+        (state / "bin").mkdir(parents=True)
+        for name in ("srun", "scontrol"):
+            program = state / "bin" / name
+            program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {name} "$@"\n')
+            program.chmod(0o755)
+        self._start()
+
+    def _start(self) -> None:
+        nodes, gpus = int(self.options["nodes"]), self.options["gpus-per-node"]
+        shutil.rmtree(self.state / "tasks", ignore_errors=True)
+        (self.state / "tasks").mkdir()
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PMI"))}
+        clean |= {"PATH": f"{self.state / 'bin'}:{clean['PATH']}", "STAND_IN": str(self.state)}
+        clean |= {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": ",".join(HOSTS[:nodes])}
+        clean |= {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes)}
+        clean |= {"SLURM_GPUS_ON_NODE": gpus, "SLURM_CPUS_ON_NODE": "2", "SLURM_NODEID": "0"}
+        clean |= {"SLURMD_NODENAME": HOSTS[0], "SLURM_SUBMIT_DIR": str(self.script.parents[2])}
+        if self.restarts:
+            clean["SLURM_RESTART_COUNT"] = str(self.restarts)
+        self._mark = clean[JOB] = uuid.uuid4().hex
+        clean["STAND_IN_REQUEUE"] = str(int("requeue" in self.options))
+        with self.output.open("ab") as file:
+            self.process = subprocess.Popen(
+                ["bash", str(self.script), *self.arguments],
+                env=clean | self.variables,
+                cwd="/",
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def signal(self, name: str | None = None, whole: bool = False) -> None:
+        """What Slurm sends when the time of `--signal` has come.
+
+        Args:
+            name: another signal, such as TERM.
+            whole: children of tasks get it too, as proctrack/linuxproc has it.
+        """
+        step = self.state / "signal"
+        asked = name or (step.read_text() if step.exists() else self.options.get("signal"))
+        if not asked:
+            return
+        batch, text = asked.startswith("B:"), asked.removeprefix("B:").partition("@")[0]
+        sent = signal.Signals[f"SIG{text}"]
+        if batch:
+            self.process.send_signal(sent)
+            return
+        tasks = [int(p.name) for p in (self.state / "tasks").iterdir()]
+        for pid in [p for task in tasks for p in tree(task)] if whole else tasks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sent)
+
+    def wait(self, timeout: float) -> int:
+        """The exit code of the last start."""
+        end = time.monotonic() + timeout
+        while True:
+            code = self.process.wait(max(end - time.monotonic(), 0.1))
+            self.codes.append(code)
+            again = self.state / "requeue"
+            if not again.exists():
+                return code
+            again.unlink()
+            self.restarts += 1
+            self._start()
+
+    def text(self) -> str:
+        """What the batch script and all nodes printed."""
+        logs = sorted(self.script.parents[2].glob("runs/slurm/*/*.log"))
+        return "\n".join(f"--- {p}\n{p.read_text()[-6000:]}" for p in [self.output, *logs])
+
+    def clean_up(self) -> None:
+        """Ends what is left of it."""
+        kill_all(JOB, self._mark)
+        self.process.wait(30)
+
+
+def kill_all(name: str, value: str) -> None:
+    """SIGKILL to every process that has this variable in its environment."""
+    needle = f"{name}={value}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            if needle in environment:
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def srun(arguments: list[str]) -> int:
+    """Tasks of one step, one a node; the highest exit code."""
+    parser = argparse.ArgumentParser("srun", allow_abbrev=False)
+    parser.add_argument("-N", "--nodes", type=int, default=int(os.environ["SLURM_JOB_NUM_NODES"]))
+    parser.add_argument("--ntasks-per-node", type=int, default=1)
+    parser.add_argument("--output", default="-")
+    parser.add_argument("--export", default=os.environ.get("SLURM_EXPORT_ENV", "ALL"))
+    parser.add_argument("--kill-on-bad-exit", type=int, default=0)
+    parser.add_argument("--signal")
+    parser.add_argument("--cpus-per-task", type=int)
+    parser.add_argument("--cpu-bind")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    hosts = os.environ["SLURM_JOB_NODELIST"].split(",")
+    if options.nodes > len(hosts):
+        print(f"srun: error: Only allocated {len(hosts)} nodes asked for {options.nodes}")
+        return 1
+    state, mark = Path(os.environ["STAND_IN"]), uuid.uuid4().hex
+    if options.signal:
+        (state / "signal").write_text(options.signal)
+    kept = dict(os.environ)
+    if options.export != "ALL":
+        names = ("PATH", "HOME", "STAND_IN", *options.export.split(","))
+        kept = {k: v for k, v in kept.items() if k.startswith("SLURM") or k in names}
+    count = options.nodes * options.ntasks_per_node
+    kept |= {"SLURM_NNODES": str(options.nodes), "SLURM_NTASKS": str(count), STEP: mark}
+    tasks = []
+    for task in range(count):
+        node = task // options.ntasks_per_node
+        own = {"SLURM_NODEID": node, "SLURM_PROCID": task, "SLURMD_NODENAME": hosts[node]}
+        own["SLURM_LOCALID"] = task % options.ntasks_per_node
+        name = options.output.replace("%N", hosts[node]).replace("%t", str(task))
+        with contextlib.ExitStack() as files:
+            output = None if name == "-" else files.enter_context(open(name, "ab"))
+            tasks.append(
+                subprocess.Popen(
+                    options.command,
+                    env=kept | {k: str(v) for k, v in own.items()},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+        (state / "tasks" / str(tasks[-1].pid)).touch()
+    codes: dict[int, int] = {}
+    while len(codes) < count:
+        time.sleep(0.05)
+        for number, task_process in enumerate(tasks):
+            code = task_process.poll()
+            if code is None or number in codes:
+                continue
+            codes[number] = code if code >= 0 else 128 - code
+            if code:
+                host = hosts[number // options.ntasks_per_node]
+                print(f"srun: error: {host}: task {number}: code {codes[number]}")
+                if options.kill_on_bad_exit:
+                    kill_all(STEP, mark)
+    return max(codes.values())
+
+
+def scontrol(arguments: list[str]) -> int:
+    """`show hostnames LIST` and `requeue JOB`."""
+    match arguments:
+        case ["show", "hostnames", hosts]:
+            print("\n".join(hosts.split(",")))
+        case ["requeue", job] if job == os.environ["SLURM_JOB_ID"]:
+            if os.environ["STAND_IN_REQUEUE"] != "1":
+                print("Requested operation is presently disabled for job")
+                return 1
+            (Path(os.environ["STAND_IN"]) / "requeue").touch()
+        case _:
+            print(f"scontrol: error: the stand-in does not know {arguments}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit({"srun": srun, "scontrol": scontrol}[sys.argv[1]](sys.argv[2:]))
