@@ -16,7 +16,7 @@ class Finding:
 
     Attributes:
         ok: None if it was not looked at, because something else is missing.
-        said: the message of a failure, or what is worth telling.
+        said: the message of a failure, in one line, or what is worth telling, of the lowest rank.
         same: name -> value; on all ranks that have a name its value has to be the same.
     """
 
@@ -84,7 +84,7 @@ def judge(check: str, found: Mapping[int, Finding | None], hosts: Mapping[int, s
         lines = [f"{where(ranks, hosts)}: {text}" for text, ranks in unseen.items()]
         return Verdict(check, None, tuple(lines))
     told = list(dict.fromkeys(finding.said for finding in came.values() if finding.said))
-    return Verdict(check, True, tuple(told[:1]))
+    return Verdict(check, True, tuple(told[0].splitlines()) if told else ())
 
 
 def differing(found: Mapping[int, Finding], hosts: Mapping[int, str]) -> Iterator[str]:

@@ -83,7 +83,7 @@ def degrees(argv: list[str], world: int) -> Finding:
     _, args, _ = parsed(argv)
     found = divisors(args, world)
     bad = refusal(found)
-    return Finding(bad is None, bad or "; ".join(d.told() for d in found))
+    return Finding(bad is None, bad or "\n".join(d.told() for d in found))
 
 
 def arguments_of(argv: list[str], look: Look) -> tuple[Namespace, Finding]:
@@ -122,7 +122,7 @@ def data(args: Namespace) -> Finding:
         ends = _ends(Path(f"{prefix}.idx")) + _ends(Path(f"{prefix}.bin"))
         digest = hashlib.sha256(ends).hexdigest()[:12]
         same[prefix] = f"{tokens} tokens (digest {digest})"
-    told = "; ".join(f"{prefix}: {facts}" for prefix, facts in same.items())
+    told = "\n".join(f"{prefix}: {facts}" for prefix, facts in same.items())
     return Finding(True, told, same)
 
 
