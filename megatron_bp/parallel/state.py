@@ -126,10 +126,13 @@ def replica() -> int:
     return int(mpu.get_data_parallel_rank())
 
 
-def every_group() -> dict[str, dist.ProcessGroup]:
+def every_group(experts: bool = False) -> dict[str, dist.ProcessGroup]:
     """What each group of this rank is for -> the group, of more than one rank; each once.
 
     Block parallelism's own are among them where it is initialized.
+
+    Args:
+        experts: with those that experts alone use.
     """
     groups = {
         "all ranks": dist.group.WORLD,
@@ -138,9 +141,10 @@ def every_group() -> dict[str, dist.ProcessGroup]:
         "data parallel": mpu.get_data_parallel_group(with_context_parallel=True),
         "data parallel without the slot": mpu.get_data_parallel_group(),
         "slot": mpu.get_context_parallel_group(),
-        "expert parallel": mpu.get_expert_model_parallel_group(),
-        "expert data parallel": mpu.get_expert_data_parallel_group(),
     }
+    if experts:
+        groups["expert parallel"] = mpu.get_expert_model_parallel_group()
+        groups["expert data parallel"] = mpu.get_expert_data_parallel_group()
     if block_parallel_is_initialized():
         groups["block parallel"] = get_block_parallel_group()
         groups["clean shard"] = get_clean_shard_group()

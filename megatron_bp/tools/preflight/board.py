@@ -13,6 +13,10 @@ PAUSE = 0.02  # seconds between two looks; it grows to
 LONGEST_PAUSE = 0.25
 
 
+class ToldToEndError(BaseException):
+    """What started the ranks ends this one, as another is gone."""
+
+
 class Board:
     """A place where each rank puts up notes."""
 
@@ -26,6 +30,7 @@ class Board:
             patience: seconds that a rank waits for others.
         """
         self._store, self.rank, self.world, self.patience = store, rank, world, patience
+        self.ending = False  # told to end: from then on waiting is given up
 
     def put(self, topic: str, text: str) -> None:
         """Put up this rank's note."""
@@ -65,5 +70,7 @@ class Board:
         end = time.monotonic() + (self.patience if patience is None else patience)
         pause = PAUSE
         while not done() and time.monotonic() < end:
+            if self.ending:
+                raise ToldToEndError
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)

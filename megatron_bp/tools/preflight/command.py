@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_bp import cpu
-from megatron_bp.tools.preflight.board import Board
+from megatron_bp.tools.preflight.board import Board, ToldToEndError
 from megatron_bp.tools.preflight.findings import (
     Finding,
     Verdict,
@@ -42,22 +42,23 @@ START = timedelta(minutes=5)  # in which all ranks reach the store
 Check = Callable[[], Finding]
 
 
-class _ToldToEndError(BaseException):
-    """SIGTERM: what started the ranks ends them, as another one is gone."""
-
-
 def preflight(argv: list[str]) -> None:
     """Check the job of a command line on all of its ranks; exits with 2 where something failed."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     limit, store = _limit(argv), _store(rank, world)
     rounds = _Rounds(Board(PrefixStore("preflight", store), rank, world, 2 * limit))
-    before = signal.signal(signal.SIGTERM, _told_to_end)
+
+    def told_to_end(number: int, frame: Any) -> None:
+        """Raises nothing: what is under way might swallow it."""
+        rounds.board.ending = True
+
+    before = signal.signal(signal.SIGTERM, told_to_end)
     try:
         if rank == 0:
             print(f"Preflight of {argv[0]} on {world} ranks", flush=True)
         _all_rounds(argv, rounds, PrefixStore("ranks", store), limit)
         code = rounds.end()
-    except _ToldToEndError:
+    except ToldToEndError:
         code = 2
         rounds.tell_silent()
     finally:
@@ -101,7 +102,7 @@ def _all_rounds(argv: list[str], rounds: "_Rounds", store: Store, limit: float) 
         assert args is not None
         prepare_megatron()
         groups.join(args, board, None if dist.is_initialized() else store, limit)
-        return groups.check_groups(board, device, limit)
+        return groups.check_groups(board, device, limit, bool(args.num_experts))
 
     def first_sample() -> Finding:
         from megatron_bp.parallel import state
@@ -190,7 +191,7 @@ class _Rounds:
         """On rank 0: which ranks had not answered when this one was told to end."""
         board = self.board
         if board.rank == 0:
-            board.patience = 0
+            board.patience, board.ending = 0, False
             silent = [rank for rank, note in board.gather(self._topic).items() if note is None]
             others = ", ".join(map(str, silent)) or "none"
             print(
@@ -258,7 +259,3 @@ def _store(rank: int, world: int) -> Store:
         )
         raise SystemExit(2) from error
     return store
-
-
-def _told_to_end(number: int, frame: Any) -> None:
-    raise _ToldToEndError

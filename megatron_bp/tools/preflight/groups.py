@@ -43,14 +43,20 @@ def join(args: Namespace, board: Board, store: Store | None, limit: float) -> No
         state.initialize_block_parallel(args.block_parallel_size, args.bdlm_clean_shard_size)
 
 
-def check_groups(board: Board, device: torch.device, limit: float) -> Finding:
+def check_groups(board: Board, device: torch.device, limit: float, experts: bool) -> Finding:
     """All groups of this rank, one after the other; stops at the first that fails.
+
+    Args:
+        board: of the ranks.
+        device: of the run.
+        limit: seconds for each collective.
+        experts: with the groups that experts alone use.
 
     Raises:
         GroupError: naming the group, and what is wrong.
     """
     told = []
-    for name, group in state.every_group().items():
+    for name, group in state.every_group(experts).items():
         ranks = dist.get_process_group_ranks(group)
         text = f"{name} of ranks {', '.join(map(str, ranks))}"
         missing = board.meet(f"meet/{name}/{ranks[0]}", ranks)
