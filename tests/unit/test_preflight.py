@@ -12,10 +12,10 @@ from launch import make_data
 from torch.distributed import HashStore
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from megatron_bp.arguments.parse import parsed
+from megatron_bp.arguments.parse import _refuse_looks, parsed
 from megatron_bp.planning.layout import Layout
 from megatron_bp.tools.preflight import machine, memory
-from megatron_bp.tools.preflight.board import Board
+from megatron_bp.tools.preflight.board import Board, ToldToEndError
 from megatron_bp.tools.preflight.command import run
 from megatron_bp.tools.preflight.degrees import Divisor, divisors, refusal
 from megatron_bp.tools.preflight.findings import (
@@ -264,3 +264,17 @@ def test_rank_0_is_heard_or_found_silent() -> None:
     assert boards[1].hear("verdict") is None
     boards[0].announce("verdict", "go")
     assert boards[1].hear("verdict") == "go"
+
+
+def test_a_rank_that_is_told_to_end_gives_up_waiting() -> None:
+    board = Board(HashStore(), 0, 2, 1000)
+    board.ending = True
+    with pytest.raises(ToldToEndError):
+        board.gather("m")
+
+
+@pytest.mark.parametrize("flag", ["--preflight", "--preflight-timeout"])
+def test_flags_of_a_preflight_are_refused_in_a_file(flag: str) -> None:
+    _refuse_looks(["--seed"])
+    with pytest.raises(ValueError, match="both on the command line"):
+        _refuse_looks(["--seed", flag])
