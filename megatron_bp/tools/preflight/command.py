@@ -47,12 +47,7 @@ def preflight(argv: list[str]) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     limit, store = _limit(argv), _store(rank, world)
     rounds = _Rounds(Board(PrefixStore("preflight", store), rank, world, 2 * limit))
-
-    def told_to_end(number: int, frame: Any) -> None:
-        """Raises nothing: what is under way might swallow it."""
-        rounds.board.ending = True
-
-    before = signal.signal(signal.SIGTERM, told_to_end)
+    before = signal.signal(signal.SIGTERM, rounds.told_to_end)
     try:
         if rank == 0:
             print(f"Preflight of {argv[0]} on {world} ranks", flush=True)
@@ -141,6 +136,10 @@ class _Rounds:
         self._verdicts: list[Verdict] = []
         self._topic = "start"
 
+    def told_to_end(self, number: int, frame: Any) -> None:
+        """Raises nothing: what is under way might swallow it."""
+        self.board.ending = True
+
     def do(self, topic: str, checks: Mapping[str, Check]) -> set[str]:
         """Do checks; names of those that did not pass on all ranks.
 
@@ -149,6 +148,7 @@ class _Rounds:
         """
         self._topic, board = topic, self.board
         found = {name: run(check) for name, check in checks.items()}
+        signal.signal(signal.SIGTERM, self.told_to_end)  # Megatron's arguments set one of their own
         board.put(topic, json.dumps([platform.node(), dumped(found)]))
         if board.rank == 0:
             board.announce(f"{topic}/verdict", json.dumps(self._judge(topic, list(checks))))
