@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 from megatron_bp import cpu
-from megatron_bp.tools.dry_run.command import dry_run
+from megatron_bp.tools.looks import looked_at
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, build and train; `argv` defaults to the process's own command line."""
     argv = sys.argv[1:] if argv is None else argv
-    if "--dry-run" in argv:
-        return dry_run(argv)
+    if looked_at(argv):
+        return
     if cpu.needed():
         cpu.install()
     from megatron.core import parallel_state

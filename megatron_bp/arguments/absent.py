@@ -35,17 +35,8 @@ class DryRun:
 
     def flags(self, flags: list[str]) -> list[str]:
         """The flags with what lets Megatron write nothing and need no GPU's packages."""
-        given = {
-            token.partition("=")[0]: token.partition("=")[2] if "=" in token else value
-            for token, value in zip(flags, [*flags[1:], ""], strict=True)
-            if token.startswith("--")
-        }
-        quiet = ["--no-one-logger"]
-        for name in ("--tensorboard-dir", "--wandb-project"):
-            if name in given:
-                quiet += [name, ""]
-        self.fused = given["--transformer-impl"] != "local"
-        return [*flags, *quiet, "--transformer-impl", "local"]
+        self.fused = _given(flags)["--transformer-impl"] != "local"
+        return [*quiet(flags), "--transformer-impl", "local"]
 
     def without(self, args: Namespace) -> None:
         """Go on without the checkpoints and the kernel that are not here."""
@@ -60,3 +51,21 @@ class DryRun:
         except ValueError as error:
             self.note(f"attention kernel: {error}")
             args.attention_kernel = "auto"
+
+
+def quiet(flags: list[str]) -> list[str]:
+    """The flags with what lets Megatron write nothing."""
+    more = ["--no-one-logger"]
+    for name in ("--tensorboard-dir", "--wandb-project"):
+        if name in _given(flags):
+            more += [name, ""]
+    return [*flags, *more]
+
+
+def _given(flags: list[str]) -> dict[str, str]:
+    """Option -> the word after it."""
+    return {
+        token.partition("=")[0]: token.partition("=")[2] if "=" in token else value
+        for token, value in zip(flags, [*flags[1:], ""], strict=True)
+        if token.startswith("--")
+    }

@@ -31,7 +31,7 @@ def given_values(argv: list[str], parser: argparse.ArgumentParser) -> dict[str, 
         if action is None or not token.startswith("--"):
             continue
         key = option[2:].replace("-", "_")
-        if key == "print_config" or key.startswith("dry_run"):
+        if key == "print_config" or key.startswith(("dry_run", "preflight")):
             continue  # of this look at the run, not of the run
         value = True if action.nargs == 0 else values[action.dest]
         plain = isinstance(value, bool | int | float | str) and not isinstance(value, Enum)

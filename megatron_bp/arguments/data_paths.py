@@ -56,6 +56,24 @@ def prefixes_here(args: Namespace) -> list[str]:
         return []
 
 
+def lacking(args: Namespace) -> str | None:
+    """What of the data is not there, with the way out; None if all is.
+
+    Raises:
+        ValueError: as `data_prefixes`.
+    """
+    try:
+        missing = missing_files(data_prefixes(args))
+    except AbsentError as error:
+        return str(error)
+    if missing is None:
+        return None
+    return (
+        f"{missing}: no such file; --data-path takes the prefix of a .bin/.idx pair "
+        f"(`python -m megatron_bp.tools.prepare` makes one)"
+    )
+
+
 def missing_files(prefixes: list[str]) -> str | None:
     """The first file that is not there."""
     for prefix in prefixes:

@@ -71,6 +71,18 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         help="Write what a dry run found there, too.",
     )
     add(
+        "--preflight",
+        action="store_true",
+        help="Check machines, files, memory and communication on all ranks of the job, and exit.",
+    )
+    add(
+        "--preflight-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="What a collective of a preflight may take; a check of a rank twice as long.",
+    )
+    add(
         "--metrics-file",
         default=None,
         help="Exact per-step rows as JSON lines; default: metrics.jsonl in the --save folder.",

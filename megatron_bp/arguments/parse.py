@@ -54,7 +54,22 @@ DEFAULTS: dict[str, str | None] = {
 
 
 def parse(argv: list[str], dry: DryRun | None = None) -> Namespace:
-    """Megatron's validated arguments for a command line; exits with one clear line on bad input.
+    """As `checked`; exits with one clear line on bad input."""
+    try:
+        return checked(argv, dry)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        fail(refusal(error), error)
+
+
+def refusal(error: Exception) -> str:
+    """What an error of `checked` says, in one line."""
+    if isinstance(error, AssertionError):
+        return f"Megatron refuses these arguments: {_assertion(error)}"
+    return str(error)
+
+
+def checked(argv: list[str], dry: DryRun | None = None) -> Namespace:
+    """Megatron's validated arguments for a command line.
 
     Also sets Megatron's globals, as its own entry does. Our own values in it: `bdlm_seq_length`
     (the real row length; Megatron's is rounded up), `bdlm_clean_shard_size` (CP in our sense) and
@@ -62,71 +77,66 @@ def parse(argv: list[str], dry: DryRun | None = None) -> Namespace:
 
     Args:
         argv: the command line.
-        dry: for a dry run, which notes what the machine lacks; nothing is written then.
+        dry: for a look at a run, which notes what the machine lacks; nothing is written then.
+
+    Raises:
+        AssertionError, ValueError, NotImplementedError: bad input; `refusal` has its words.
     """
     from megatron.training import arguments as megatron
     from megatron.training import get_tokenizer
 
+    check_versions()
+    world, absent = int(os.environ.get("WORLD_SIZE", "1")), no if dry is None else dry.note
+    flags, real_length, clean_shard_size = resolve(argv, world, absent)
+    if dry is not None:
+        flags = dry.flags(flags)
+    else:
+        _refuse_looks({flag.partition("=")[0] for flag in flags})
+    before, sys.argv = sys.argv, [sys.argv[0], *flags]
+    # Megatron prints a thousand lines, and --print-config is to be a file of its own.
+    told: TextIO = sys.stderr if "--print-config" in flags else sys.stdout
+    told = told if dry is None else dry.told
     try:
-        check_versions()
-        world, absent = int(os.environ.get("WORLD_SIZE", "1")), no if dry is None else dry.note
-        flags, real_length, clean_shard_size = resolve(argv, world, absent)
-        if dry is not None:
-            flags = dry.flags(flags)
-        elif {"--dry-run", *DRY_RUN_FLAGS} & {flag.partition("=")[0] for flag in flags}:
-            no(
-                "--dry-run-world-size and --dry-run-json go with --dry-run, and all three on the "
-                "command line: a config file is of the run; leave them out, or add --dry-run there"
+        _log_to(told)
+        with contextlib.redirect_stdout(told):
+            args: Namespace = megatron.parse_and_validate_args(
+                extra_args_provider=add_block_diffusion_flags
             )
-        before, sys.argv = sys.argv, [sys.argv[0], *flags]
-        # Megatron prints a thousand lines, and --print-config is to be a file of its own.
-        told: TextIO = sys.stderr if "--print-config" in flags else sys.stdout
-        told = told if dry is None else dry.told
-        try:
-            _log_to(told)
-            with contextlib.redirect_stdout(told):
-                args: Namespace = megatron.parse_and_validate_args(
-                    extra_args_provider=add_block_diffusion_flags
-                )
-        except (AssertionError, ValueError, NotImplementedError):
-            raise
-        except Exception as error:  # whatever it is, it comes of the arguments and starts nothing
-            raise RefusedError(f"Megatron cannot start: {type(error).__name__}: {error}") from error
-        finally:
-            sys.argv = before
-        args.bdlm_seq_length = real_length
-        args.bdlm_clean_shard_size = clean_shard_size
-        args.bdlm_vocabulary = get_tokenizer().vocab_size
-        if dry is not None:
-            dry.without(args)
-        _check_vocabulary(args)
-        model_config(args).finalize()  # for its last checks; the run builds its own
-        if dry is None:
-            check_writable(args)
-        for prefix in prefixes_here(args) if args.rank == 0 else ():
-            mask = args.mask_token_id if args.noise == "absorbing" else None
-            facts = check_indexed(prefix, args.bdlm_vocabulary, mask)
-            print(f"megatron_bp: {prefix}: {facts}", file=told, flush=True)
-            if args.chats:
-                check_chats(args, prefix)
-        _tell_preset(args, told)
-        check_load(args)
-        check_conditioning(args)
-        check_contract(args)
-        check_reshape(args)
-        check_schedule(args)
-        new_run(args)
-        resolved = describe(args, argv)
-        if args.print_config:
-            if args.rank == 0:
-                print(resolved)
-            raise SystemExit(0)
-        if dry is None:
-            save_resolved(args, resolved)
-    except (ValueError, NotImplementedError) as error:
-        fail(str(error), error)
-    except AssertionError as error:
-        fail(f"Megatron refuses these arguments: {_assertion(error)}", error)
+    except (AssertionError, ValueError, NotImplementedError):
+        raise
+    except Exception as error:  # whatever it is, it comes of the arguments and starts nothing
+        raise RefusedError(f"Megatron cannot start: {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv = before
+    args.bdlm_seq_length = real_length
+    args.bdlm_clean_shard_size = clean_shard_size
+    args.bdlm_vocabulary = get_tokenizer().vocab_size
+    if dry is not None:
+        dry.without(args)
+    _check_vocabulary(args)
+    model_config(args).finalize()  # for its last checks; the run builds its own
+    if dry is None:
+        check_writable(args)
+    for prefix in prefixes_here(args) if args.rank == 0 else ():
+        mask = args.mask_token_id if args.noise == "absorbing" else None
+        facts = check_indexed(prefix, args.bdlm_vocabulary, mask)
+        print(f"megatron_bp: {prefix}: {facts}", file=told, flush=True)
+        if args.chats:
+            check_chats(args, prefix)
+    _tell_preset(args, told)
+    check_load(args)
+    check_conditioning(args)
+    check_contract(args)
+    check_reshape(args)
+    check_schedule(args)
+    new_run(args)
+    resolved = describe(args, argv)
+    if args.print_config:
+        if args.rank == 0:
+            print(resolved)
+        raise SystemExit(0)
+    if dry is None:
+        save_resolved(args, resolved)
     return args
 
 
@@ -210,6 +220,20 @@ def preset_flags(objective: str, given: Collection[str]) -> list[str]:
         if not {f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"} & set(given)
     }
     return to_flags(left, full_parser(), f"--objective {objective}")
+
+
+def _refuse_looks(options: Collection[str]) -> None:
+    """Refuse, in a run, the flags of a look at one."""
+    if {"--dry-run", *DRY_RUN_FLAGS} & set(options):
+        no(
+            "--dry-run-world-size and --dry-run-json go with --dry-run, and all three on the "
+            "command line: a config file is of the run; leave them out, or add --dry-run there"
+        )
+    if {"--preflight", "--preflight-timeout"} & set(options):
+        no(
+            "--preflight-timeout goes with --preflight, and both on the command line: a config "
+            "file is of the run; leave them out, or add --preflight there"
+        )
 
 
 def _log_to(stream: TextIO) -> None:

@@ -16,7 +16,7 @@ from megatron_bp.arguments.chats import refuse_chats
 from megatron_bp.arguments.data_paths import (
     AbsentError,
     data_prefixes,
-    missing_files,
+    lacking,
     prefixes_here,
 )
 from megatron_bp.arguments.degrees import refuse_degrees
@@ -257,9 +257,6 @@ def _data(args: Namespace, given: Collection[str], absent: Absent) -> None:
             "no data: give --data-path PREFIX of a .bin/.idx pair; "
             "`python -m megatron_bp.tools.prepare` makes one"
         )
-    if (missing := missing_files(prefixes)) is not None:
-        absent(
-            f"{missing}: no such file; --data-path takes the prefix of a .bin/.idx pair "
-            f"(`python -m megatron_bp.tools.prepare` makes one)"
-        )
+    if (missing := lacking(args)) is not None:
+        absent(missing)
     refuse_chats(args, prefixes_here(args), given)

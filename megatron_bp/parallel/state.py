@@ -121,6 +121,40 @@ def get_clean_shard_group() -> dist.ProcessGroup:
     return _get().clean_shard
 
 
+def replica() -> int:
+    """This rank's place among those that read different rows."""
+    return int(mpu.get_data_parallel_rank())
+
+
+def every_group(experts: bool = False) -> dict[str, dist.ProcessGroup]:
+    """What each group of this rank is for -> the group, of more than one rank; each once.
+
+    Block parallelism's own are among them where it is initialized.
+
+    Args:
+        experts: with those that experts alone use.
+    """
+    groups = {
+        "all ranks": dist.group.WORLD,
+        "tensor parallel": mpu.get_tensor_model_parallel_group(),
+        "pipeline parallel": mpu.get_pipeline_model_parallel_group(),
+        "data parallel": mpu.get_data_parallel_group(with_context_parallel=True),
+        "data parallel without the slot": mpu.get_data_parallel_group(),
+        "slot": mpu.get_context_parallel_group(),
+    }
+    if experts:
+        groups["expert parallel"] = mpu.get_expert_model_parallel_group()
+        groups["expert data parallel"] = mpu.get_expert_data_parallel_group()
+    if block_parallel_is_initialized():
+        groups["block parallel"] = get_block_parallel_group()
+        groups["clean shard"] = get_clean_shard_group()
+    found: dict[str, dist.ProcessGroup] = {}
+    for name, group in groups.items():
+        if group is not None and group.size() > 1 and not any(group is g for g in found.values()):
+            found[name] = group
+    return found
+
+
 def attach(collection: ProcessGroupCollection) -> ProcessGroupCollection:
     """The collection with `slot`, `bp` and `clean_shard` set, as modules are handed it."""
     collection.slot = get_slot_group()

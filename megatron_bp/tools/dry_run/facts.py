@@ -15,6 +15,7 @@ from megatron_bp.planning.layout import Layout
 from megatron_bp.planning.step import Gpu, counted, most_memory, most_traffic
 from megatron_bp.planning.task import Task
 from megatron_bp.tools.dry_run.meta import Parameter, models
+from megatron_bp.tools.ranges import ranges
 
 REPEATED = re.compile(r"(?<=layers\.)\d+|(?<=local_experts\.)\d+")
 
@@ -82,17 +83,6 @@ def fold(parameters: Sequence[Parameter]) -> list[dict[str, Any]]:
             name = name.replace("*", ranges(sorted(set(column))), 1)
         folded.append({"name": name, "shape": list(shape), "times": len(same)})
     return folded
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in words: 0-2,5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{r[0]}" if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
 def _degrees(args: Namespace) -> dict[str, Any]:

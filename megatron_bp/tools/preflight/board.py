@@ -1,0 +1,76 @@
+"""What ranks tell one another through the job's store: no process group, and nobody waits for ever.
+
+Rank 0 reads what all have told and says how to go on. A rank that fails tells so like any other, so
+that nobody waits for it; one that is gone is known by its silence.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch._C._distributed_c10d import Store
+
+PAUSE = 0.02  # seconds between two looks; it grows to
+LONGEST_PAUSE = 0.25
+
+
+class ToldToEndError(BaseException):
+    """What started the ranks ends this one, as another is gone."""
+
+
+class Board:
+    """A place where each rank puts up notes."""
+
+    def __init__(self, store: Store, rank: int, world: int, patience: float) -> None:
+        """Of a job.
+
+        Args:
+            store: that all its ranks reach.
+            rank: this one.
+            world: how many there are.
+            patience: seconds that a rank waits for others.
+        """
+        self._store, self.rank, self.world, self.patience = store, rank, world, patience
+        self.ending = False  # told to end: from then on waiting is given up
+
+    def put(self, topic: str, text: str) -> None:
+        """Put up this rank's note."""
+        self._store.set(f"{topic}/{self.rank}", text)
+        self._store.add(f"{topic}/count", 1)
+
+    def gather(self, topic: str, ranks: Sequence[int] | None = None) -> dict[int, str | None]:
+        """The notes of all ranks; None of those that put up none in time.
+
+        Args:
+            topic: of the notes.
+            ranks: the only ones that put some up; default: all.
+        """
+        ranks = range(self.world) if ranks is None else ranks
+        self._until(lambda: self._store.add(f"{topic}/count", 0) >= len(ranks))
+        return {r: self._read(f"{topic}/{r}") for r in ranks}
+
+    def announce(self, topic: str, text: str) -> None:
+        """Rank 0's word to all."""
+        self._store.set(topic, text)
+
+    def hear(self, topic: str) -> str | None:
+        """Rank 0's word; None if it does not come. Rank 0 itself may have waited for others."""
+        self._until(lambda: self._store.check([topic]), 2 * self.patience)
+        return self._read(topic)
+
+    def meet(self, topic: str, ranks: Sequence[int]) -> list[int]:
+        """Wait for the ranks of a group, this one among them; those that did not come."""
+        self.put(topic, "here")
+        notes = self.gather(topic, ranks)
+        return [rank for rank, note in notes.items() if note is None]
+
+    def _read(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _until(self, done: Callable[[], bool], patience: float | None = None) -> None:
+        end = time.monotonic() + (self.patience if patience is None else patience)
+        pause = PAUSE
+        while not done() and time.monotonic() < end:
+            if self.ending:
+                raise ToldToEndError
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)

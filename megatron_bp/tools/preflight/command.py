@@ -1,0 +1,261 @@
+"""`torchrun ... pretrain_bdlm.py CONFIG --preflight`: the order of the checks, on every rank.
+
+In rounds: each rank does the checks of a round and puts up what it found; rank 0 judges, prints,
+and says whether the next round can be done. All ranks end with the same status: 0, or 2 if a check
+failed or was not looked at.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import signal
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
+
+from megatron_bp import cpu
+from megatron_bp.tools.preflight.board import Board, ToldToEndError
+from megatron_bp.tools.preflight.findings import (
+    Finding,
+    Verdict,
+    dumped,
+    failed,
+    judge,
+    loaded,
+    summary,
+    table,
+)
+
+START = timedelta(minutes=5)  # in which all ranks reach the store
+Check = Callable[[], Finding]
+
+
+def preflight(argv: list[str]) -> None:
+    """Check the job of a command line on all of its ranks; exits with 2 where something failed."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    limit, store = _limit(argv), _store(rank, world)
+    rounds = _Rounds(Board(PrefixStore("preflight", store), rank, world, 2 * limit))
+    before = signal.signal(signal.SIGTERM, rounds.told_to_end)
+    try:
+        if rank == 0:
+            print(f"Preflight of {argv[0]} on {world} ranks", flush=True)
+        _all_rounds(argv, rounds, PrefixStore("ranks", store), limit)
+        code = rounds.end()
+    except ToldToEndError:
+        code = 2
+        rounds.tell_silent()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code:
+        raise SystemExit(code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _all_rounds(argv: list[str], rounds: "_Rounds", store: Store, limit: float) -> None:
+    with _quiet():
+        if cpu.needed():
+            cpu.install()
+        from megatron_bp.tools.preflight import groups, machine, memory, sample
+        from megatron_bp.training.host import prepare_megatron
+    board, look = rounds.board, machine.Look()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    args: Namespace | None = None
+
+    def of_arguments() -> Finding:
+        nonlocal args
+        args, finding = machine.arguments_of(argv, look)
+        return finding
+
+    go = rounds.do(
+        "start",
+        {
+            "versions": machine.versions,
+            "degrees": lambda: machine.degrees(argv, board.world),
+            "arguments": of_arguments,
+        },
+    )
+
+    def with_arguments(check: Callable[..., Finding], *more: Any) -> Check:
+        return lambda: Finding(None, "needs arguments") if args is None else check(args, *more)
+
+    def joined() -> Finding:
+        assert args is not None
+        prepare_megatron()
+        groups.join(args, board, None if dist.is_initialized() else store, limit)
+        return groups.check_groups(board, device, limit, bool(args.num_experts))
+
+    def first_sample() -> Finding:
+        from megatron_bp.parallel import state
+
+        assert args is not None
+        return sample.check_sample(args, state.replica())
+
+    together = not go & {"arguments"}
+    go |= rounds.do(
+        "machine",
+        {
+            "data": with_arguments(machine.data),
+            "checkpoint": with_arguments(machine.checkpoint),
+            "saving": with_arguments(machine.saving),
+            "memory": with_arguments(lambda args: Finding(True, memory.check_memory(args))),
+            "kernel": with_arguments(machine.kernel, look),
+        },
+    )
+    needs = "needs arguments of all ranks"
+    go |= rounds.do("groups", {"groups": joined if together else _not_looked_at(needs)})
+    ready = together and not go & {"groups", "data"}
+    needs = "needs data and groups of all ranks"
+    rounds.do("sample", {"sample": first_sample if ready else _not_looked_at(needs)})
+
+
+def _not_looked_at(why: str) -> Check:
+    return lambda: Finding(None, why)
+
+
+class _Rounds:
+    """Rounds of checks; on rank 0 their verdicts, too."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self._hosts: dict[int, str] = {}
+        self._verdicts: list[Verdict] = []
+        self._topic = "start"
+
+    def told_to_end(self, number: int, frame: Any) -> None:
+        """Raises nothing: what is under way might swallow it."""
+        self.board.ending = True
+
+    def do(self, topic: str, checks: Mapping[str, Check]) -> set[str]:
+        """Do checks; names of those that did not pass on all ranks.
+
+        Raises:
+            SystemExit: rank 0 is gone.
+        """
+        self._topic, board = topic, self.board
+        found = {name: run(check) for name, check in checks.items()}
+        signal.signal(signal.SIGTERM, self.told_to_end)  # Megatron's arguments set one of their own
+        board.put(topic, json.dumps([platform.node(), dumped(found)]))
+        if board.rank == 0:
+            board.announce(f"{topic}/verdict", json.dumps(self._judge(topic, list(checks))))
+        heard = board.hear(f"{topic}/verdict")
+        if heard is None:
+            print(f"preflight: rank {board.rank}: rank 0 is silent", file=sys.stderr, flush=True)
+            raise SystemExit(2)
+        return set(json.loads(heard))
+
+    def _judge(self, topic: str, names: list[str]) -> list[str]:
+        came: dict[int, dict[str, Finding]] = {}
+        for rank, note in self.board.gather(topic).items():
+            if note is not None:
+                self._hosts[rank], findings = json.loads(note)
+                came[rank] = loaded(findings)
+        verdicts = [
+            judge(
+                name, {r: came.get(r, {}).get(name) for r in range(self.board.world)}, self._hosts
+            )
+            for name in names
+        ]
+        self._verdicts += verdicts
+        print("\n".join(table(verdicts)), flush=True)
+        return [v.check for v in verdicts if not v.ok]
+
+    def end(self) -> int:
+        """The exit status, once all ranks know it."""
+        board = self.board
+        if board.rank == 0:
+            print(f"preflight: {summary(self._verdicts)}", flush=True)
+            board.announce("end", "0" if all(v.ok for v in self._verdicts) else "2")
+        code = board.hear("end")
+        board.put("bye", "")
+        if board.rank == 0:  # which may hold the store
+            board.patience = 5
+            board.gather("bye")
+        return 2 if code is None else int(code)
+
+    def tell_silent(self) -> None:
+        """On rank 0: which ranks had not answered when this one was told to end."""
+        board = self.board
+        if board.rank == 0:
+            board.patience, board.ending = 0, False
+            silent = [rank for rank, note in board.gather(self._topic).items() if note is None]
+            others = ", ".join(map(str, silent)) or "none"
+            print(
+                f"preflight: told to end in round `{self._topic}`; ranks that had not answered: "
+                f"{others}",
+                flush=True,
+            )
+
+
+def run(check: Check) -> Finding:
+    """What a check finds; one that raises has failed."""
+    written = io.StringIO()
+    try:
+        with _quiet(written):
+            return check()
+    except SystemExit as error:  # of argparse, which says why before
+        lines = [line for line in written.getvalue().splitlines() if "error:" in line]
+        return Finding(False, lines[-1] if lines else f"it would exit with {error.code}")
+    except Exception as error:
+        return failed(error)
+
+
+@contextlib.contextmanager
+def _quiet(written: io.StringIO | None = None) -> Iterator[None]:
+    """Megatron prints a thousand lines; what counts is in the findings."""
+    written = io.StringIO() if written is None else written
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        with contextlib.redirect_stderr(written):
+            yield
+
+
+def _limit(argv: list[str]) -> float:
+    """Seconds that a collective may take: needed before anything else is known."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preflight-timeout", type=float, default=60.0)
+    limit = float(parser.parse_known_args(argv)[0].preflight_timeout)
+    if not limit > 0:
+        print(
+            f"pretrain_bdlm.py: error: --preflight-timeout {limit}: must be above 0 seconds",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(2)
+    return limit
+
+
+def _store(rank: int, world: int) -> Store:
+    """The store of the job, that all its ranks reach."""
+    if dist.is_initialized():
+        default: Store = _get_default_store()
+        return default
+    if world == 1:
+        return HashStore()
+    try:
+        store: Store
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=START))
+    except Exception as error:
+        at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        print(
+            f"preflight: rank {rank} ({platform.node()}): not all of {world} ranks reached the "
+            f"store at {at} in {START.seconds} s: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(2) from error
+    return store

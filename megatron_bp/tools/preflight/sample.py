@@ -1,0 +1,54 @@
+"""Ranks that work on one sequence read the same one: the first, by a digest."""
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_bp import arguments
+from megatron_bp.batch.dataset import build_datasets
+from megatron_bp.tools.preflight.findings import Finding
+
+
+def check_sample(args: Namespace, replica: int) -> Finding:
+    """The first micro-batch of this rank, as the run reads it: its data sets are built as there.
+
+    Args:
+        args: Megatron's validated arguments.
+        replica: this rank's place among the data-parallel ranks, which read different rows; those
+            of a slot, tensor-parallel peers and stages have the same.
+
+    Raises:
+        ValueError: the data do not suffice.
+    """
+    evaluation = args.eval_iters * args.eval_global_batch_size if args.eval_iters else 0
+    training = args.train_samples or (args.train_iters or 0) * args.global_batch_size
+    sizes: list[int | None] = [0 if args.skip_train else training, evaluation, evaluation]
+    built = build_datasets(
+        arguments.dataset_config(args),
+        sizes,
+        arguments.evaluation_samples(args),
+        args.eval_draws,
+        args.micro_batch_size,
+    )
+    read = next((samples for samples in built if samples is not None), None)
+    if read is None:
+        return Finding(True, "nothing is read")
+    digests = [digest(read[row % len(read)]) for row in rows_of(args.micro_batch_size, replica)]
+    name = f"first micro-batch of data-parallel rank {replica}"
+    return Finding(True, "ranks of one sequence read the same one", {name: ", ".join(digests)})
+
+
+def rows_of(micro_batch: int, replica: int) -> range:
+    """Which rows of the first step a data-parallel rank begins with, as Megatron deals them."""
+    return range(replica * micro_batch, (replica + 1) * micro_batch)
+
+
+def digest(item: Mapping[str, Any]) -> str:
+    """Of all that is in a sample."""
+    found = hashlib.sha256()
+    for name in sorted(item):
+        found.update(name.encode() + np.asarray(item[name]).tobytes())
+    return found.hexdigest()[:12]

@@ -1,0 +1,280 @@
+"""Parts of `pretrain_bdlm.py --preflight`, no ranks: verdicts, divisors, memory, files, board."""
+
+import threading
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import make_data
+from torch.distributed import HashStore
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+from megatron_bp.arguments.parse import _refuse_looks, parsed
+from megatron_bp.planning.layout import Layout
+from megatron_bp.tools.preflight import machine, memory
+from megatron_bp.tools.preflight.board import Board, ToldToEndError
+from megatron_bp.tools.preflight.command import run
+from megatron_bp.tools.preflight.degrees import Divisor, divisors, refusal
+from megatron_bp.tools.preflight.findings import (
+    Finding,
+    dumped,
+    failed,
+    judge,
+    loaded,
+    summary,
+    table,
+)
+
+HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
+OK = Finding(True, "fine")
+RUN = (
+    "--num-layers 6 --hidden-size 64 --num-attention-heads 8 --group-query-attention "
+    "--num-query-groups 2 --ffn-hidden-size 96 --seq-length 96 --global-batch-size 12 "
+    "--block-parallel-size 4 --context-parallel-size 2 --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2"
+)
+
+
+# --- verdicts ------------------------------------------------------------------------------------
+
+
+def test_all_failures_are_told_with_ranks_and_hosts() -> None:
+    bad, other = Finding(False, "no such file"), Finding(False, "disk full")
+    verdict = judge("data", {0: OK, 1: bad, 2: bad, 3: other, 4: None}, HOSTS)
+    assert verdict.ok is False
+    assert verdict.lines == (
+        "ranks 1 (a), 2 (b): no such file",
+        "rank 3 (b): disk full",
+        "rank 4 (host unknown): did not answer in time",
+    )
+
+
+def test_the_value_of_the_fewest_ranks_is_told_beside_the_usual_one() -> None:
+    found = {r: Finding(True, "", {"torch": "2.13" if r != 2 else "2.9", "n": "1"}) for r in HOSTS}
+    found[3] = Finding(True, "", {"torch": "2.8"})  # has no n: then it is not compared
+    assert judge("versions", found, HOSTS).lines == (
+        "torch: 2.13 on ranks 0-1 (a), but 2.9 on rank 2 (b) and 2.8 on rank 3 (b)",
+    )
+    same = {r: Finding(True, "", {"torch": "2.13"}) for r in HOSTS}
+    assert judge("versions", same, HOSTS).ok is True
+
+
+def test_what_was_not_looked_at_is_no_success() -> None:
+    unseen = Finding(None, "needs data")
+    verdict = judge("sample", {0: OK, 1: unseen, 2: unseen, 3: OK}, HOSTS)
+    assert (verdict.ok, verdict.lines) == (None, ("ranks 1 (a), 2 (b): needs data",))
+    failure = judge("sample", {0: unseen, 1: Finding(False, "no")}, HOSTS)
+    assert (failure.ok, failure.lines) == (False, ("rank 1 (a): no",))
+
+
+def test_the_table_and_its_last_line() -> None:
+    verdicts = [
+        judge("data", {0: Finding(True, "one\ntwo"), 1: OK}, HOSTS),
+        judge("memory", {0: OK, 1: Finding(False, "too little")}, HOSTS),
+        judge("sample", {0: Finding(None, "needs memory"), 1: OK}, HOSTS),
+    ]
+    assert list(table(verdicts)) == [
+        "  ok             data          one",
+        "                               two",
+        "  FAILED         memory        rank 1 (a): too little",
+        "  not looked at  sample        rank 0 (a): needs memory",
+    ]
+    assert summary(verdicts) == "1 of 3 checks failed (memory); not looked at: sample"
+    assert summary(verdicts[:1]) == "all 1 checks passed; nothing was trained"
+    assert summary(verdicts[2:]) == "0 of 1 checks failed (); not looked at: sample"
+
+
+def test_findings_travel_as_text() -> None:
+    found = {"a": Finding(None, 'so "it" is', {"x": "1"}), "b": Finding(False)}
+    assert loaded(dumped(found)) == found
+
+
+def test_a_check_that_raises_has_failed() -> None:
+    def refused() -> Finding:
+        raise ValueError("--save x:\n cannot be written")
+
+    def broken() -> Finding:
+        raise KeyError("x")
+
+    def leaves() -> Finding:
+        parsed(["--no-such-flag", "--seq-length", "many"])
+        return OK
+
+    assert run(refused) == Finding(False, "--save x: cannot be written")
+    assert run(broken) == Finding(False, "KeyError: 'x'")
+    assert failed(ValueError()) == Finding(False, "ValueError: ")
+    left = run(leaves)
+    assert left.ok is False
+    assert "argument --seq-length: invalid int value: 'many'" in left.said
+
+
+# --- divisors ------------------------------------------------------------------------------------
+
+
+def test_every_divisor_with_its_number() -> None:
+    _, args, _ = parsed(RUN.split())
+    # 2 x 3 x 4 = 24 ranks of a sequence; 48 are 2 replicas of micro-batches of 1.
+    told = [d.told() for d in divisors(args, 48)]
+    assert told == [
+        "ranks: 48 / 24 (TP 2 x PP 3 x slot 4 of BP 4, CP 2) = 2",
+        "ranks of a slot: 4 / 2 (CP 2) = 2",
+        "query heads: 8 / 2 (TP 2) = 4",
+        "key heads: 2 / 2 (TP 2) = 1",
+        "hidden units of an MLP: 96 / 2 (TP 2) = 48",
+        "layers: 6 / 3 (PP 3) = 2",
+        "layers of a stage: 2 / 2 (2 virtual stages) = 1",
+        "global batch: 12 / 2 (DP 2 x micro-batch 1) = 6",
+        "micro-batches: 6 / 3 (PP 3, interleaved) = 2",
+    ]
+    assert refusal(divisors(args, 48)) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "world", "want"),
+    [
+        ("", 36, "ranks: 36 / 24 (TP 2 x PP 3 x slot 4 of BP 4, CP 2) leaves 12 over"),
+        ("--num-query-groups 1", 24, "key heads: 1 / 2 (TP 2) leaves 1 over"),
+        ("--global-batch-size 9", 48, "global batch: 9 / 2 (DP 2 x micro-batch 1) leaves 1 over"),
+        ("--global-batch-size 8", 48, "micro-batches: 4 / 3 (PP 3, interleaved) leaves 1 over"),
+        ("--num-experts 6 --expert-model-parallel-size 4", 24, "experts: 6 / 4 (EP 4) leaves 2"),
+        ("--tensor-model-parallel-size 0", 24, "ranks: 24 / 0 (TP 0 x PP 3 x slot 4"),
+    ],
+)
+def test_what_does_not_divide_is_told(more: str, world: int, want: str) -> None:
+    _, args, _ = parsed([*RUN.split(), *more.split()])
+    assert want in (refusal(divisors(args, world)) or "")
+
+
+def test_all_that_do_not_divide_are_told_at_once() -> None:
+    found = [Divisor("a", 3, 2, "TP"), Divisor("b", 4, 2, "TP"), Divisor("c", 5, 3, "PP")]
+    assert refusal(found) == "a: 3 / 2 (TP) leaves 1 over; c: 5 / 3 (PP) leaves 2 over"
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_a_tenth_stays_free() -> None:
+    gib = 2**30
+    assert "7.00 GiB at the peak" in memory.fits(7 * gib, 8 * gib, 10 * gib, "GPU 0")
+    with pytest.raises(ValueError, match=r"of GPU 0, .*10% .* 0\.50 GiB too much"):
+        memory.fits(7 * gib + gib // 2, 8 * gib, 10 * gib, "GPU 0")
+
+
+def test_a_rank_has_its_stage_and_place_in_the_slot() -> None:
+    # 16 ranks: tensor-parallel neighbours, then the slot of 2, then 2 replicas, then 2 stages.
+    layout = replace(Layout(), tp=2, pp=2, dp=2, bp=2, cp=2)
+    assert [memory.place(rank, 16, layout) for rank in range(16)] == [
+        *[(0, 0), (0, 0), (0, 1), (0, 1)] * 2,
+        *[(1, 0), (1, 0), (1, 1), (1, 1)] * 2,
+    ]
+
+
+def test_the_least_limit_of_a_machine_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = memory.machine_bytes()
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "small").write_text("12345\n")
+    monkeypatch.setattr(memory, "LIMITS", (str(tmp_path / "max"), str(tmp_path / "absent")))
+    assert memory.machine_bytes() >= whole
+    monkeypatch.setattr(memory, "LIMITS", (str(tmp_path / "max"), str(tmp_path / "small")))
+    assert memory.machine_bytes() == 12345
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def data_of(prefix: str) -> Namespace:
+    _, args, _ = parsed(["--data-path", prefix])
+    return args
+
+
+def test_data_are_opened_and_compared(tmp_path: Path) -> None:
+    *_, prefix = make_data(tmp_path)
+    found = machine.data(data_of(prefix))
+    ((name, facts),) = found.same.items()
+    tokens = (tmp_path / "data" / "words.bin").stat().st_size // 2  # ids of 2 bytes
+    assert (found.ok, name) == (True, prefix)
+    assert facts.startswith(f"{tokens} tokens (digest ")
+    other = bytearray(Path(f"{prefix}.bin").read_bytes())
+    other[-1] ^= 1
+    Path(f"{prefix}.bin").write_bytes(other)
+    assert machine.data(data_of(prefix)).same[prefix] != facts
+    Path(f"{prefix}.bin").write_bytes(other[:-2])
+    with pytest.raises(ValueError, match=r"words\.bin"):
+        machine.data(data_of(prefix))
+    Path(f"{prefix}.idx").unlink()
+    with pytest.raises(ValueError, match=r"words\.idx: no such file"):
+        machine.data(data_of(prefix))
+
+
+def test_a_checkpoint_has_all_its_bytes(tmp_path: Path) -> None:
+    args = Namespace(load=str(tmp_path), pretrained_checkpoint=None, ckpt_step=None)
+    assert machine.checkpoint(args).same == {"starts from": "nothing"}
+    folder = tmp_path / "iter_0000003"
+    save({"w": torch.ones(9)}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    found = machine.checkpoint(args)
+    assert found.said == f"{folder}: 1 files, 1 entries"
+    assert str(folder) in found.same["starts from"]
+    (part,) = folder.glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"\.distcp: \d+ bytes, and its metadata needs \d+"):
+        machine.checkpoint(args)
+    part.unlink()
+    with pytest.raises(FileNotFoundError):
+        machine.checkpoint(args)
+
+
+def test_saving_leaves_nothing_behind(tmp_path: Path) -> None:
+    args = Namespace(save=str(tmp_path / "run" / "deep"))
+    assert machine.saving(args).ok
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=r"--save .*cannot be written"):
+        machine.saving(Namespace(save="/proc/run"))
+    assert machine.saving(Namespace(save=None)).said == "nothing is saved (no --save)"
+
+
+# --- the board -----------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store = HashStore()
+    boards = [Board(store, rank, 3, 0.2) for rank in range(3)]
+    missing: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda r=rank: missing.update({r: boards[r].meet("m", [0, 1, 2])}))
+        for rank in (0, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert missing == {0: [1], 2: [1]}
+    boards[1].put("m", "late")
+    assert boards[0].gather("m") == {0: "here", 1: "late", 2: "here"}
+
+
+def test_rank_0_is_heard_or_found_silent() -> None:
+    store = HashStore()
+    boards = [Board(store, rank, 2, 0.1) for rank in range(2)]
+    assert boards[1].hear("verdict") is None
+    boards[0].announce("verdict", "go")
+    assert boards[1].hear("verdict") == "go"
+
+
+def test_a_rank_that_is_told_to_end_gives_up_waiting() -> None:
+    board = Board(HashStore(), 0, 2, 1000)
+    board.ending = True
+    with pytest.raises(ToldToEndError):
+        board.gather("m")
+
+
+@pytest.mark.parametrize("flag", ["--preflight", "--preflight-timeout"])
+def test_flags_of_a_preflight_are_refused_in_a_file(flag: str) -> None:
+    _refuse_looks(["--seed"])
+    with pytest.raises(ValueError, match="both on the command line"):
+        _refuse_looks(["--seed", flag])
