@@ -1,8 +1,10 @@
-"""pretrain_bdlm.py inside the rank processes of ranks.py: faster than a start with torchrun."""
+"""pretrain_bdlm.py and tools inside the ranks of ranks.py: faster than new processes."""
 
 import contextlib
 import importlib
 import io
+import os
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +45,35 @@ def pretrain(
     finally:
         print(written.getvalue())
     return code, written.getvalue()
+
+
+def command(rank: int, world: int, words: list[str], environment: dict[str, str]) -> str:
+    """One rank of `[torchrun] python WORDS`: a file or -m MODULE, and arguments.
+
+    Returns:
+        What it wrote to standard output.
+
+    Raises:
+        AssertionError: it ended with another code than 0.
+    """
+    os.chdir(ROOT)
+    os.environ.update(environment)
+    sys.path.insert(0, str(ROOT))
+    written, code = io.StringIO(), 0
+    try:
+        with contextlib.redirect_stdout(written):
+            if words[0] == "-m":
+                sys.argv = words[1:]
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv = words
+                runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        print(written.getvalue())
+    assert code == 0, f"{words} ended with {code}"
+    return written.getvalue()
 
 
 def tensors(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:

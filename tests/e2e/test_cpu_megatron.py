@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import entry
 import pytest
+from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = """
@@ -22,13 +24,28 @@ MODEL = """
 """
 
 
-def train(ranks: int, *flags: str) -> list[tuple[int, float]]:
+def logged(output: str) -> list[tuple[int, float]]:
     """(iteration, loss) as Megatron logs them; each start logs a mean at its second step."""
-    launch = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone"]
-    launch += [] if ranks == 1 else ["--nproc-per-node", str(ranks)]
+    lines = re.findall(r"iteration +(\d+)/.*?\| lm loss: (\S+)", output)
+    return [(int(step), float(loss)) for step, loss in lines]
+
+
+def train_here(*flags: str) -> list[tuple[int, float]]:
+    """One rank, in a process that has imported Megatron already."""
+    words = [str(Path(__file__)), *MODEL.split(), *flags]
+    return logged(run_ranks(1, entry.command, words, {}, fresh=True)[0])
+
+
+def train(ranks: int, *flags: str) -> list[tuple[int, float]]:
+    """Processes that torchrun starts."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     clean = {name: value for name, value in os.environ.items() if name not in launcher}
-    clean |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    clean |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *launch, str(Path(__file__)), *MODEL.split(), *flags],
         env=clean,
@@ -39,16 +56,15 @@ def train(ranks: int, *flags: str) -> list[tuple[int, float]]:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stderr.count("megatron_bp: no CUDA device found") == 1  # rank 0 alone says so
-    lines = re.findall(r"iteration +(\d+)/.*?\| lm loss: (\S+)", done.stdout + done.stderr)
-    return [(int(step), float(loss)) for step, loss in lines]
+    return logged(done.stdout + done.stderr)
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_plain_gpt_trains_saves_and_resumes(tmp_path: Path) -> None:
-    """One plain process, then two ranks (DP2) that save after two steps, then one that resumes."""
+    """One rank, then two (DP2) that save after two steps, then one that resumes."""
     kind = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
-    one = train(1)
+    one = train_here()
     assert [step for step, _ in one] == [1, 2, 3]
     assert one[2][1] < one[1][1] < one[0][1]
 
@@ -57,7 +73,7 @@ def test_plain_gpt_trains_saves_and_resumes(tmp_path: Path) -> None:
     assert two == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in one[:2]]
     assert (tmp_path / "iter_0000002" / ".metadata").exists()
 
-    resumed = train(1, *kind, "--load", str(tmp_path))
+    resumed = train_here(*kind, "--load", str(tmp_path))
     assert resumed == [(3, pytest.approx(one[2][1], rel=1e-5))]
 
 

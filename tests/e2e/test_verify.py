@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from faults import plant
+from launch import make_data
 from ranks import RankError, run_ranks
 from torch import Tensor
 
@@ -63,6 +64,7 @@ class Verification:
     """Runs of verify that share a folder, and so the reference, which is never given a fault."""
 
     folder: Path
+    data: list[str]
     more: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
@@ -83,7 +85,7 @@ class Verification:
         content = yaml.safe_load(QUICKSTART.read_text())
         values = {name: v for section in content.values() for name, v in section.items()}
         plan = Plan(
-            values=values | {"data_path": ["nowhere"]} | self.more,
+            values=values | {"data_path": self.data, "split": "100,0,0"} | self.more,
             layouts=tuple(parse_topology(t) for t in topologies),
             reference=parse_topology("dp=1"),
             folder=self.folder,
@@ -100,10 +102,11 @@ Verifications = Callable[[dict[str, Any]], Verification]
 def verifications(tmp_path_factory: pytest.TempPathFactory) -> Verifications:
     """The Verification of quickstart with these flags; one each, so that the reference is kept."""
     made: dict[str, Verification] = {}
+    data = [make_data(tmp_path_factory.mktemp("data"))[-1]]
 
     def of(more: dict[str, Any]) -> Verification:
         if str(more) not in made:
-            made[str(more)] = Verification(tmp_path_factory.mktemp("verify"), more)
+            made[str(more)] = Verification(tmp_path_factory.mktemp("verify"), data, more)
         return made[str(more)]
 
     return of
