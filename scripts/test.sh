@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every check that needs no GPU: the environment, static checks, then tests, cheapest tier first.
 # Arguments go to pytest; a path among them (tests/unit/test_x.py) replaces the tiers.
-# Tests of one process run in several at once: on every core, on 4 at most.
+# As many tests run at once as there are cores, 4 at most; of ranks and real runs too, which wait for much.
 #   scripts/test.sh -k blocks
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -46,7 +46,7 @@ ran=0
 for tier in "${tiers[@]}"; do
   if [ -n "$tier" ] && [ ! -d "$tier" ]; then continue; fi
   before=${#empty[@]} workers=()
-  [ "$tier" = tests/unit ] && workers=(-n logical --maxprocesses 4)
+  [ -n "$tier" ] && workers=(-n logical --maxprocesses 4 --dist worksteal)
   check "${tier:-pytest}" python -m pytest ${tier:+"$tier"} "${workers[@]}" "$@"
   [ "${#empty[@]}" -eq "$before" ] && ran=1
 done
