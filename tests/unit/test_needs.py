@@ -46,8 +46,8 @@ def positions(start: np.ndarray, stop: np.ndarray) -> list[int]:
 
 def test_seen_and_lacked_are_those_of_visibility() -> None:
     some = 0
-    for where, plan in plans():
-        for window in WINDOWS:
+    for n, (where, plan) in enumerate(plans()):
+        for window in (WINDOWS[n % 5], WINDOWS[(n // 10 + n + 2) % 5]):
             for rank in range(plan.options.slot):
                 mine = plan.rows_of(rank)
                 v = visibility(plan, mine.clean, mine.corrupted, window)
@@ -64,7 +64,7 @@ def test_seen_and_lacked_are_those_of_visibility() -> None:
                 assert found.tolist() == missing, (where, window, rank)
                 assert positions(*lacked_spans(plan, rank, window)) == missing
                 some += bool(missing)
-    assert some > 1000
+    assert some > 400
 
 
 def test_who_lacks_rows_finds_them_in_its_group() -> None:

@@ -289,6 +289,8 @@ def told_on_rank(rank: int, world: int, runs: list[tuple[dict[str, Any], Layout]
             "recompute_granularity": again,
             "recompute_method": "uniform",
             "recompute_modules": None,
+            "query_scale_beta": None,
+            "query_scale_length": None,
         }
         options = options_of(SequenceOptions(4), layout)
         plan = make_plan(full_rows(24), options)

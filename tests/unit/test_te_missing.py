@@ -76,6 +76,8 @@ def test_refused_at_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
         needed_rows_fraction=0.75,
         recompute_keep_attention=False,
         keep_gathered_kv=False,
+        query_scale_beta=None,
+        query_scale_length=None,
     )
     monkeypatch.setattr(sys, "meta_path", [Failing(ImportError("not here")), *sys.meta_path])
     with pytest.raises(RefusedError, match="ImportError: not here"):
