@@ -87,7 +87,20 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         default=None,
         help="Exact per-step rows as JSON lines; default: metrics.jsonl in the --save folder.",
     )
+    _mend_help(parser)
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Take help texts as they stand that argparse cannot format: one of Megatron's has a bare %."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if not action.help:
+            continue
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 class _Parser(argparse.ArgumentParser):
