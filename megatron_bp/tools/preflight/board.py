@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import Store
 
 PAUSE = 0.02  # seconds between two looks; it grows to
 LONGEST_PAUSE = 0.25
+HERE = "here"  # of a rank that came to a meeting
 
 
 class ToldToEndError(BaseException):
@@ -57,11 +58,13 @@ class Board:
         self._until(lambda: self._store.check([topic]), 2 * self.patience)
         return self._read(topic)
 
-    def meet(self, topic: str, ranks: Sequence[int]) -> list[int]:
-        """Wait for the ranks of a group, this one among them; those that did not come."""
-        self.put(topic, "here")
-        notes = self.gather(topic, ranks)
-        return [rank for rank, note in notes.items() if note is None]
+    def meet(self, topic: str, ranks: Sequence[int]) -> dict[int, str | None]:
+        """Wait for the ranks of a group, this one among them; what others than `HERE` said.
+
+        None is of a rank that did not come. One that will not come may `put` up why.
+        """
+        self.put(topic, HERE)
+        return {rank: note for rank, note in self.gather(topic, ranks).items() if note != HERE}
 
     def _read(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
