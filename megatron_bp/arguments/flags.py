@@ -1,6 +1,7 @@
 """The flags that this project adds to Megatron's. Names are fixed: docs/running.md lists them."""
 
 import argparse
+import difflib
 import functools
 from typing import NoReturn
 
@@ -107,6 +108,10 @@ class _Parser(argparse.ArgumentParser):
     """Megatron has 800 flags: an error must not print them all."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: --"):
+            unknown, _, _ = message.split()[2].partition("=")
+            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"pretrain_bdlm.py: error: {message}\nusage: {USAGE}\n")
 
 
