@@ -6,8 +6,8 @@ def parallel_mode(block_parallel_size: int, context_parallel_size: int) -> str:
     bp, cp = block_parallel_size, context_parallel_size
     if bp < 1 or cp < 1:
         raise ValueError(
-            f"parallel degrees must be at least 1, got BP {bp}, CP {cp}: set --block-parallel-size and "
-            f"--context-parallel-size to 1 or more, or leave them out"
+            f"parallel degrees must be at least 1, got BP {bp}, CP {cp}: set --block-parallel-size "
+            f"and --context-parallel-size to 1 or more, or leave them out"
         )
     if bp == cp:
         return "single" if bp == 1 else "CSBP"
