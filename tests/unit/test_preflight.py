@@ -281,6 +281,17 @@ def test_a_rank_that_will_not_come_is_not_waited_for() -> None:
     assert Board(store, 0, 2, 1000).meet("m", [0, 1]) == {1: "stopped at another group"}
 
 
+def test_a_late_note_of_a_rank_that_was_given_up_is_not_taken_for_another() -> None:
+    boards = [Board(HashStore(), 0, 3, 1000)]
+    boards += [Board(boards[0]._store, rank, 3, 1000) for rank in (1, 2)]
+    boards[0].put("t", "0")
+    boards[1].put("t", "late")
+    later = threading.Timer(0.2, boards[2].put, ("t", "2"))
+    later.start()
+    assert boards[0].gather("t", [0, 2]) == {0: "0", 2: "2"}
+    later.join()
+
+
 def test_rank_0_is_heard_or_found_silent() -> None:
     store = HashStore()
     boards = [Board(store, rank, 2, 0.1) for rank in range(2)]

@@ -38,6 +38,14 @@ class Board:
         self._store.set(f"{topic}/{self.rank}", text)
         self._store.add(f"{topic}/count", 1)
 
+    def begin(self, topic: str, name: str) -> None:
+        """Say what this rank does now, in case that it does not come back from it."""
+        self._store.set(f"{topic}/now/{self.rank}", name)
+
+    def begun(self, topic: str, rank: int) -> str | None:
+        """What a rank said last that it does; None if it said nothing."""
+        return self._read(f"{topic}/now/{rank}")
+
     def gather(self, topic: str, ranks: Sequence[int] | None = None) -> dict[int, str | None]:
         """The notes of all ranks; None of those that put up none in time.
 
@@ -46,7 +54,13 @@ class Board:
             ranks: the only ones that put some up; default: all.
         """
         ranks = range(self.world) if ranks is None else ranks
-        self._until(lambda: self._store.add(f"{topic}/count", 0) >= len(ranks))
+        keys = [f"{topic}/{rank}" for rank in ranks]
+
+        def all_here() -> bool:  # one that was given up may put up a late note, and is counted
+            enough = self._store.add(f"{topic}/count", 0) >= len(ranks)
+            return enough and self._store.check(keys)
+
+        self._until(all_here)
         return {r: self._read(f"{topic}/{r}") for r in ranks}
 
     def announce(self, topic: str, text: str) -> None:

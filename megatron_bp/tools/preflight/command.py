@@ -118,7 +118,7 @@ def _all_rounds(argv: list[str], rounds: "_Rounds", store: Store, limit: float) 
         },
     )
     together = together and EVERYONE not in go
-    needs = "needs arguments of all ranks"
+    needs = "needs arguments and answers of all ranks"
     go |= rounds.do("groups", {"groups": joined if together else _not_looked_at(needs)})
     ready = together and not go & {"groups", "data", EVERYONE}
     needs = "needs data and groups of all ranks"
@@ -150,7 +150,10 @@ class _Rounds:
             SystemExit: rank 0 is gone.
         """
         self._topic, board = topic, self.board
-        found = {name: run(check) for name, check in checks.items()}
+        found = {}
+        for name, check in checks.items():
+            board.begin(topic, name)
+            found[name] = run(check)
         signal.signal(signal.SIGTERM, self.told_to_end)  # Megatron's arguments set one of their own
         board.put(topic, json.dumps([platform.node(), dumped(found)]))
         if board.rank == 0:
@@ -162,21 +165,25 @@ class _Rounds:
         return set(json.loads(heard))
 
     def _judge(self, topic: str, names: list[str]) -> list[str]:
-        came: dict[int, dict[str, Finding]] = {}
-        expected = self._expected
-        for rank, note in self.board.gather(topic, expected).items():
+        told: dict[int, dict[str, Finding]] = {}
+        silent = []
+        for rank, note in self.board.gather(topic, self._expected).items():
             if note is not None:
                 self._hosts[rank], findings = json.loads(note)
-                came[rank] = loaded(findings)
+                told[rank] = loaded(findings)
+                continue
+            silent.append(rank)
+            within = self.board.begun(topic, rank)  # then it is silent there, and not elsewhere
+            unseen = Finding(None, f"did not come back from `{within}`")
+            told[rank] = {name: unseen for name in names if within not in (None, name)}
         verdicts = [
-            judge(name, {r: came.get(r, {}).get(name) for r in expected}, self._hosts)
+            judge(name, {rank: told[rank].get(name) for rank in told}, self._hosts)
             for name in names
         ]
         self._verdicts += verdicts
         print("\n".join(table(verdicts)), flush=True)
-        self._expected = list(came)  # nobody waits twice for a silent one
-        silent = [EVERYONE] if len(came) < self.board.world else []
-        return [v.check for v in verdicts if not v.ok] + silent
+        self._expected = [rank for rank in self._expected if rank not in silent]
+        return [v.check for v in verdicts if not v.ok] + ([EVERYONE] if silent else [])
 
     def end(self) -> int:
         """The exit status, once all ranks know it."""
