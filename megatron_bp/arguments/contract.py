@@ -112,6 +112,7 @@ TOLD = (
     "overlong_chats",
 )
 OF_CHATS = ("global_batch_size",)  # their order is made for it
+AGAIN = "copy the checkpoint again, or start from another step (--ckpt-step)"
 SHOWN = {"bdlm_seq_length": "--seq-length", "bdlm_vocabulary": "the tokenizer's vocabulary"}
 
 
@@ -203,13 +204,24 @@ def newest_checkpoint(source: str | None, step: int | None) -> Path | None:
 
 
 def saved_arguments(folder: Path) -> Namespace:
-    """The arguments in a checkpoint; an empty Namespace if it holds none."""
+    """The arguments in a checkpoint; an empty Namespace if it holds none.
+
+    Raises:
+        ContractError: it cannot be read.
+    """
     import warnings
 
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a single process loads, as it should
-        common = dist_checkpointing.load_common_state_dict(str(folder))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a single process loads, as it should
+            common = dist_checkpointing.load_common_state_dict(str(folder))
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        *_, last = ["", *str(error).strip().splitlines()]
+        raise ContractError(
+            f"{folder}: cannot be read ({type(error).__name__}: {last}); {AGAIN}"
+        ) from error
     saved: Namespace = common.get("args", Namespace())
     return saved

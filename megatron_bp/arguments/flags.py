@@ -1,6 +1,7 @@
 """The flags that this project adds to Megatron's. Names are fixed: docs/running.md lists them."""
 
 import argparse
+import difflib
 import functools
 from typing import NoReturn
 
@@ -87,13 +88,30 @@ def add_block_diffusion_flags(parser: argparse.ArgumentParser) -> argparse.Argum
         default=None,
         help="Exact per-step rows as JSON lines; default: metrics.jsonl in the --save folder.",
     )
+    _mend_help(parser)
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Take help texts as they stand that argparse cannot format: one of Megatron's has a bare %."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if not action.help:
+            continue
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 class _Parser(argparse.ArgumentParser):
     """Megatron has 800 flags: an error must not print them all."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: --"):
+            unknown, _, _ = message.split()[2].partition("=")
+            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"pretrain_bdlm.py: error: {message}\nusage: {USAGE}\n")
 
 

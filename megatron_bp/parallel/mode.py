@@ -5,7 +5,10 @@ def parallel_mode(block_parallel_size: int, context_parallel_size: int) -> str:
     """The name of the mode that the two degrees make (docs/parallelism.md)."""
     bp, cp = block_parallel_size, context_parallel_size
     if bp < 1 or cp < 1:
-        raise ValueError(f"parallel degrees must be at least 1, got BP {bp}, CP {cp}")
+        raise ValueError(
+            f"parallel degrees must be at least 1, got BP {bp}, CP {cp}: set --block-parallel-size "
+            f"and --context-parallel-size to 1 or more, or leave them out"
+        )
     if bp == cp:
         return "single" if bp == 1 else "CSBP"
     if bp == 1:

@@ -48,7 +48,8 @@ def check_load(args: Namespace) -> None:
     start, step = args.pretrained_checkpoint, getattr(args, "ckpt_step", None)
     if start and not (Path(start) / TRACKER).is_file():
         raise LoadError(
-            f"--pretrained-checkpoint {start}: holds no checkpoint ({TRACKER} is not there)"
+            f"--pretrained-checkpoint {start}: holds no checkpoint ({TRACKER} is not there); name "
+            f"the folder of a run, or one that `python -m megatron_bp.tools.convert import` made"
         )
     if start and step and not (args.load and (Path(args.load) / TRACKER).is_file()):
         steps = complete_steps(Path(start))

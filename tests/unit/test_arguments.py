@@ -318,6 +318,26 @@ def test_an_unknown_key_names_megatrons_flag(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+def test_an_unknown_flag_is_told_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, hint in (
+        (["--block-paralel-size=2"], "; did you mean --block-parallel-size?\n"),
+        (["--xyzzy", "2"], "unrecognized arguments: --xyzzy 2\n"),
+    ):
+        with pytest.raises(SystemExit):
+            arguments.resolve(flags)
+        assert hint in capsys.readouterr().err
+
+
+def test_help_prints_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        arguments.resolve(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert text.startswith("usage: pretrain_bdlm.py [CONFIG.yaml]")
+    assert "\nblock diffusion:\n  --block-parallel-size" in text
+    assert "(e.g. 1.10 = 10%)." in text, "Megatron's own text with a bare % stands as it is"
+
+
 def test_two_files_are_refused(tmp_path: Path) -> None:
     one, two = write(tmp_path, one="", two=""), tmp_path / "two.yaml"
     assert "two files given" in str(outcome([str(one), str(two)]))

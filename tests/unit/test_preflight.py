@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_files import random_chats, write_chats
 from launch import make_data
 from torch.distributed import HashStore
 from torch.distributed.checkpoint import FileSystemWriter, save
@@ -48,7 +49,7 @@ def test_all_failures_are_told_with_ranks_and_hosts() -> None:
     assert verdict.lines == (
         "ranks 1 (a), 2 (b): no such file",
         "rank 3 (b): disk full",
-        "rank 4 (host unknown): did not answer in time",
+        "rank 4 (host unknown): did not answer in time: look at what it printed, and at its host",
     )
 
 
@@ -56,7 +57,8 @@ def test_the_value_of_the_fewest_ranks_is_told_beside_the_usual_one() -> None:
     found = {r: Finding(True, "", {"torch": "2.13" if r != 2 else "2.9", "n": "1"}) for r in HOSTS}
     found[3] = Finding(True, "", {"torch": "2.8"})  # has no n: then it is not compared
     assert judge("versions", found, HOSTS).lines == (
-        "torch: 2.13 on ranks 0-1 (a), but 2.9 on rank 2 (b) and 2.8 on rank 3 (b)",
+        "torch: 2.13 on ranks 0-1 (a), but 2.9 on rank 2 (b) and 2.8 on rank 3 (b); let all ranks "
+        "start from the same environment and the same files",
     )
     same = {r: Finding(True, "", {"torch": "2.13"}) for r in HOSTS}
     assert judge("versions", same, HOSTS).ok is True
@@ -211,6 +213,18 @@ def test_data_are_opened_and_compared(tmp_path: Path) -> None:
         machine.data(data_of(prefix))
 
 
+def test_masks_of_chats_are_compared(tmp_path: Path) -> None:
+    prefix = write_chats(tmp_path / "chats", random_chats(9))
+    _, args, _ = parsed(["--data-path", prefix, "--chats"])
+    facts = machine.data(args).same[prefix]
+    mask = Path(f"{prefix}.supervised.npy")
+    mask.write_bytes(mask.read_bytes()[:-1] + b"\1")
+    assert machine.data(args).same[prefix] != facts
+    mask.unlink()
+    with pytest.raises(ValueError, match=r"chats\.supervised\.npy: is missing"):
+        machine.data(args)
+
+
 def test_a_checkpoint_has_all_its_bytes(tmp_path: Path) -> None:
     args = Namespace(load=str(tmp_path), pretrained_checkpoint=None, ckpt_step=None)
     assert machine.checkpoint(args).same == {"starts from": "nothing"}
@@ -225,7 +239,10 @@ def test_a_checkpoint_has_all_its_bytes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.distcp: \d+ bytes, and its metadata needs \d+"):
         machine.checkpoint(args)
     part.unlink()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match=r"\.distcp: No such file .*; copy the checkpoint again"):
+        machine.checkpoint(args)
+    (folder / ".metadata").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"\.metadata: cannot be read .*; copy the checkpoint"):
         machine.checkpoint(args)
 
 
@@ -253,9 +270,26 @@ def test_ranks_that_do_not_come_are_named() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert missing == {0: [1], 2: [1]}
+    assert missing == {0: {1: None}, 2: {1: None}}
     boards[1].put("m", "late")
     assert boards[0].gather("m") == {0: "here", 1: "late", 2: "here"}
+
+
+def test_a_rank_that_will_not_come_is_not_waited_for() -> None:
+    store = HashStore()
+    Board(store, 1, 2, 1000).put("m", "stopped at another group")
+    assert Board(store, 0, 2, 1000).meet("m", [0, 1]) == {1: "stopped at another group"}
+
+
+def test_a_late_note_of_a_rank_that_was_given_up_is_not_taken_for_another() -> None:
+    boards = [Board(HashStore(), 0, 3, 1000)]
+    boards += [Board(boards[0]._store, rank, 3, 1000) for rank in (1, 2)]
+    boards[0].put("t", "0")
+    boards[1].put("t", "late")
+    later = threading.Timer(0.2, boards[2].put, ("t", "2"))
+    later.start()
+    assert boards[0].gather("t", [0, 2]) == {0: "0", 2: "2"}
+    later.join()
 
 
 def test_rank_0_is_heard_or_found_silent() -> None:

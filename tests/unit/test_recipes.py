@@ -1,10 +1,12 @@
 """Recipes in configs/ for real models: what their names say, parameters, memory, dry runs."""
 
 import contextlib
+import functools
 import io
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,53 +21,126 @@ from megatron_bp.planning.hardware import gpu_named
 from megatron_bp.planning.step import counted, most_memory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAME = re.compile(r"nemotron_(\d+b)_(single|csbp)_sft_(\d+)k_(?:(\d)x)?(\d)h200(_nvidia)?")
-RECIPES = sorted(path.stem for path in CONFIGS.glob("nemotron_*.yaml"))
+PAGE = CONFIGS.parent / "docs" / "running.md"
+NAME = re.compile(
+    r"(?P<model>(?:nemotron|qwen3)_[\d.]+b)_(?P<mode>single|csbp)_(?P<task>sft|conversion)"
+    r"_(?P<k>\d+)k_(?:(?P<nodes>\d)x)?(?P<gpus>\d)h200(?:_(?P<objective>nvidia|fast_dllm_v2))?"
+)
+RECIPES = sorted(path.stem for path in CONFIGS.glob("*h200*.yaml"))
 SIZES = {
-    "3b": (26, 3072, 9216, True),
-    "8b": (34, 4096, 14336, False),
-    "14b": (40, 5120, 16384, False),
+    "nemotron_3b": (26, 3072, 9216, True),
+    "nemotron_8b": (34, 4096, 14336, False),
+    "nemotron_14b": (40, 5120, 16384, False),
+}
+QWEN3 = {"qwen3_1.7b": (28, 2048, 6144, 16, True), "qwen3_8b": (36, 4096, 12288, 32, False)}
+# Objective, block, weights of its two terms, what clean rows see.
+OBJECTIVES = {
+    "paper": ("block_diffusion", 256, 1, 0, "block"),
+    "nvidia": ("nemotron", 64, 0.3, 1.0, "token"),
+    "sdar": ("block_diffusion", 32, 1, 0, "block"),
+    "fast_dllm_v2": ("fast_dllm_v2", 32, 1, 0, "block"),
 }
 
 
-def told(name: str) -> tuple[str, str, int, int, bool]:
-    """(size, mode, tokens, GPUs, whether the objective is NVIDIA's), as the name says."""
+@dataclass(frozen=True)
+class Told:
+    """What a recipe's name says."""
+
+    model: str
+    mode: str
+    task: str
+    tokens: int
+    nodes: int
+    gpus: int  # in all
+    objective: str
+
+
+def told(name: str) -> Told:
     found = NAME.fullmatch(name)
     assert found is not None, name
-    size, mode, context, nodes, gpus, nvidia = found.groups()
-    return size, mode, int(context) * 1024, int(nodes or 1) * int(gpus), nvidia is not None
+    nodes = int(found["nodes"] or 1)
+    usual = "paper" if found["task"] == "sft" else "sdar"
+    return Told(
+        found["model"],
+        found["mode"],
+        found["task"],
+        1024 * int(found["k"]),
+        nodes,
+        nodes * int(found["gpus"]),
+        found["objective"] or usual,
+    )
 
 
+@functools.cache
 def arguments(name: str) -> Any:
     return parsed([str(CONFIGS / f"{name}.yaml")])[1]
 
 
+@functools.cache
+def gpu_bytes(name: str) -> tuple[int, int]:
+    """Estimated for the GPU that holds most, of the recipe's own layout; all, and torch's of it."""
+    args = arguments(name)
+    task, layout = task_of(args), layout_of(args, told(name).gpus)
+    _, held = most_memory(task, layout, counted(task, layout))
+    return held.total, held.total - held.parts["process"]
+
+
 def test_every_variant_is_there() -> None:
     every = [told(name) for name in RECIPES]
-    assert {gpus for _, _, _, gpus, _ in every} == {1, 8, 16}
-    for size in SIZES:
-        of_size = [one for one in every if one[0] == size]
-        assert {nvidia for *_, nvidia in of_size} == {False, True}
-        assert {gpus for _, _, _, gpus, _ in of_size} >= {8, 16}
+    for task, objectives in (
+        ("sft", {"paper", "nvidia"}),
+        ("conversion", {"sdar", "fast_dllm_v2"}),
+    ):
+        of_task = [one for one in every if one.task == task]
+        assert {one.gpus for one in of_task} == {1, 8, 16}
+        assert {one.objective for one in of_task} == objectives
+    assert {one.tokens // 1024 for one in every if one.task == "sft"} == {64, 128, 256, 512}
+    for model in SIZES:
+        of_model = [one for one in every if one.model == model]
+        assert {one.objective for one in of_model} == {"paper", "nvidia"}
+        assert {one.gpus for one in of_model} >= {8, 16}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_what_its_name_says_and_fits(name: str) -> None:
-    _, mode, tokens, gpus, nvidia = told(name)
-    args = arguments(name)
-    assert args.seq_length == tokens
-    assert parallel_mode(args.block_parallel_size, args.context_parallel_size).lower() == mode
-    want = (
-        ("nemotron", 64, 0.3, 1.0, "token") if nvidia else ("block_diffusion", 256, 1, 0, "block")
-    )
+    said, args = told(name), arguments(name)
+    assert args.seq_length == said.tokens
+    mode = parallel_mode(args.block_parallel_size, args.context_parallel_size)
+    assert mode.lower() == said.mode
     got = (args.objective, args.diffusion_block_size, args.diffusion_loss_weight)
-    assert (*got, args.ar_loss_weight, args.clean_relation) == want
-    assert args.chats
-    assert args.block_grid == "response"
-    task, layout = task_of(args), layout_of(args, gpus)
-    _, held = most_memory(task, layout, counted(task, layout))
-    of_gpu = gpu_named("h200")
-    assert held.total - held.parts["process"] <= 0.9 * of_gpu.memory, "a tenth stays free"
+    assert (*got, args.ar_loss_weight, args.clean_relation) == OBJECTIVES[said.objective]
+    assert args.chats == (said.task == "sft")
+    assert args.block_grid == ("response" if said.task == "sft" else "document")
+    assert gpu_bytes(name)[1] <= 0.9 * gpu_named("h200").memory, "a tenth stays free"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_how_it_is_started(name: str) -> None:
+    said = told(name)
+    text = (CONFIGS / f"{name}.yaml").read_text()
+    head = [line[2:].strip() for line in text.splitlines() if line.startswith("#")]
+    commands = " ".join(head[2:]).replace("\\ ", "")
+    script = "many_nodes" if said.nodes > 1 else "one_node"
+    options = {1: "--gpus-per-node=1 "}.get(said.gpus, "")
+    assert (CONFIGS.parent / f"scripts/slurm/{script}.sbatch").is_file()
+    assert commands == (
+        f"python -m megatron_bp.tools.convert import HF_FOLDER checkpoints/{said.model} "
+        f"sbatch {options}scripts/slurm/{script}.sbatch configs/{name}.yaml "
+        f"--data-path PREFIX --pretrained-checkpoint checkpoints/{said.model} "
+        f"--save runs/{name} --load runs/{name}"
+    )
+
+
+def test_the_page_has_every_recipe_with_its_numbers() -> None:
+    rows = re.findall(r"^\| `(.*h200.*)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    found = {name: cells.split(" | ") for name, cells in rows}
+    named = {"paper": "paper", "nvidia": "NVIDIA", "sdar": "SDAR", "fast_dllm_v2": "Fast-dLLM v2"}
+    want = {}
+    for name in RECIPES:
+        said = told(name)
+        cells = (said.gpus, f"{said.tokens // 1024}K", named[said.objective])
+        want[name] = [*map(str, cells), f"{gpu_bytes(name)[0] / 2**30:.1f}"]
+    assert found == want, "\n".join(f"| `{n}` | {' | '.join(c)} |" for n, c in want.items())
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -83,7 +158,7 @@ def test_parameters_and_positions_are_those_of_transformers(size: str) -> None:
         model = Ministral3ForCausalLM(config)
     model.tie_weights()
     count = sum(parameter.numel() for parameter in model.parameters())
-    (name, *_) = (name for name in RECIPES if told(name)[0] == size)
+    (name, *_) = (name for name in RECIPES if told(name).model == size)
     args, rope = arguments(name), config.rope_parameters
     assert task_of(args).shape.parameters == count
     assert (args.kv_channels, args.layernorm_epsilon) == (config.head_dim, config.rms_norm_eps)
@@ -99,6 +174,34 @@ def test_parameters_and_positions_are_those_of_transformers(size: str) -> None:
         "llama_4_scaling_beta": args.query_scale_beta,
     }.items() <= dict(rope).items()
     assert args.query_scale_length == rope["original_max_position_embeddings"]
+
+
+@pytest.mark.parametrize("size", QWEN3)
+def test_qwen3_is_that_of_transformers(size: str) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    layers, hidden, width, heads, tied = QWEN3[size]
+    config = Qwen3Config(
+        vocab_size=151936,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    model.tie_weights()
+    (name, *_) = (name for name in RECIPES if told(name).model == size)
+    args = arguments(name)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert task_of(args).shape.parameters == count
+    assert (args.num_query_groups, args.kv_channels) == (8, config.head_dim)
+    assert (args.layernorm_epsilon, args.qk_layernorm) == (config.rms_norm_eps, True)
+    assert args.rotary_base == 1_000_000
+    assert args.mask_token_id == args.vocab_size - 1 == 151669, "the first row that is no id"
 
 
 def dry_runs(rank: int, world: int, recipes: list[tuple[str, int]], folder: str) -> list[Any]:
@@ -128,10 +231,9 @@ def dry_runs(rank: int, world: int, recipes: list[tuple[str, int]], folder: str)
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_dry_run_of_every_recipe_passes(tmp_path: Path) -> None:
-    recipes = [(str(CONFIGS / f"{name}.yaml"), told(name)[3]) for name in RECIPES]
+    recipes = [(str(CONFIGS / f"{name}.yaml"), told(name).gpus) for name in RECIPES]
     ((*found,),) = run_ranks(1, dry_runs, recipes, str(tmp_path), fresh=True, timeout=400)
     for name, (code, error, facts) in zip(RECIPES, found, strict=True):
         assert code == 0, f"{name}: {error}"

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import Store
 
 PAUSE = 0.02  # seconds between two looks; it grows to
 LONGEST_PAUSE = 0.25
+HERE = "here"  # of a rank that came to a meeting
 
 
 class ToldToEndError(BaseException):
@@ -37,6 +38,14 @@ class Board:
         self._store.set(f"{topic}/{self.rank}", text)
         self._store.add(f"{topic}/count", 1)
 
+    def begin(self, topic: str, name: str) -> None:
+        """Say what this rank does now, in case that it does not come back from it."""
+        self._store.set(f"{topic}/now/{self.rank}", name)
+
+    def begun(self, topic: str, rank: int) -> str | None:
+        """What a rank said last that it does; None if it said nothing."""
+        return self._read(f"{topic}/now/{rank}")
+
     def gather(self, topic: str, ranks: Sequence[int] | None = None) -> dict[int, str | None]:
         """The notes of all ranks; None of those that put up none in time.
 
@@ -45,7 +54,13 @@ class Board:
             ranks: the only ones that put some up; default: all.
         """
         ranks = range(self.world) if ranks is None else ranks
-        self._until(lambda: self._store.add(f"{topic}/count", 0) >= len(ranks))
+        keys = [f"{topic}/{rank}" for rank in ranks]
+
+        def all_here() -> bool:  # one that was given up may put up a late note, and is counted
+            enough = self._store.add(f"{topic}/count", 0) >= len(ranks)
+            return enough and self._store.check(keys)
+
+        self._until(all_here)
         return {r: self._read(f"{topic}/{r}") for r in ranks}
 
     def announce(self, topic: str, text: str) -> None:
@@ -57,11 +72,13 @@ class Board:
         self._until(lambda: self._store.check([topic]), 2 * self.patience)
         return self._read(topic)
 
-    def meet(self, topic: str, ranks: Sequence[int]) -> list[int]:
-        """Wait for the ranks of a group, this one among them; those that did not come."""
-        self.put(topic, "here")
-        notes = self.gather(topic, ranks)
-        return [rank for rank, note in notes.items() if note is None]
+    def meet(self, topic: str, ranks: Sequence[int]) -> dict[int, str | None]:
+        """Wait for the ranks of a group, this one among them; what others than `HERE` said.
+
+        None is of a rank that did not come. One that will not come may `put` up why.
+        """
+        self.put(topic, HERE)
+        return {rank: note for rank, note in self.gather(topic, ranks).items() if note != HERE}
 
     def _read(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None

@@ -39,6 +39,7 @@ from megatron_bp.tools.preflight.findings import (
 )
 
 START = timedelta(minutes=5)  # in which all ranks reach the store
+EVERYONE = "everyone"  # beside checks: it fails if a rank does not answer
 Check = Callable[[], Finding]
 
 
@@ -103,22 +104,23 @@ def _all_rounds(argv: list[str], rounds: "_Rounds", store: Store, limit: float) 
         from megatron_bp.parallel import state
 
         assert args is not None
-        return sample.check_sample(args, state.replica())
+        return sample.check_sample(args, state.replica(), board)
 
-    together = not go & {"arguments"}
+    together = not go & {"arguments", EVERYONE}
     go |= rounds.do(
         "machine",
         {
             "data": with_arguments(machine.data),
-            "checkpoint": with_arguments(machine.checkpoint),
+            "checkpoint": with_arguments(machine.starts_from, look),
             "saving": with_arguments(machine.saving),
             "memory": with_arguments(lambda args: Finding(True, memory.check_memory(args))),
             "kernel": with_arguments(machine.kernel, look),
         },
     )
-    needs = "needs arguments of all ranks"
+    together = together and EVERYONE not in go
+    needs = "needs arguments and answers of all ranks"
     go |= rounds.do("groups", {"groups": joined if together else _not_looked_at(needs)})
-    ready = together and not go & {"groups", "data"}
+    ready = together and not go & {"groups", "data", EVERYONE}
     needs = "needs data and groups of all ranks"
     rounds.do("sample", {"sample": first_sample if ready else _not_looked_at(needs)})
 
@@ -133,6 +135,7 @@ class _Rounds:
     def __init__(self, board: Board) -> None:
         self.board = board
         self._hosts: dict[int, str] = {}
+        self._expected = list(range(board.world))  # those that have answered so far
         self._verdicts: list[Verdict] = []
         self._topic = "start"
 
@@ -141,13 +144,16 @@ class _Rounds:
         self.board.ending = True
 
     def do(self, topic: str, checks: Mapping[str, Check]) -> set[str]:
-        """Do checks; names of those that did not pass on all ranks.
+        """Do checks; names of those that some rank did not pass, and `EVERYONE` if one is silent.
 
         Raises:
             SystemExit: rank 0 is gone.
         """
         self._topic, board = topic, self.board
-        found = {name: run(check) for name, check in checks.items()}
+        found = {}
+        for name, check in checks.items():
+            board.begin(topic, name)
+            found[name] = run(check)
         signal.signal(signal.SIGTERM, self.told_to_end)  # Megatron's arguments set one of their own
         board.put(topic, json.dumps([platform.node(), dumped(found)]))
         if board.rank == 0:
@@ -159,20 +165,25 @@ class _Rounds:
         return set(json.loads(heard))
 
     def _judge(self, topic: str, names: list[str]) -> list[str]:
-        came: dict[int, dict[str, Finding]] = {}
-        for rank, note in self.board.gather(topic).items():
+        told: dict[int, dict[str, Finding]] = {}
+        silent = []
+        for rank, note in self.board.gather(topic, self._expected).items():
             if note is not None:
                 self._hosts[rank], findings = json.loads(note)
-                came[rank] = loaded(findings)
+                told[rank] = loaded(findings)
+                continue
+            silent.append(rank)
+            within = self.board.begun(topic, rank)  # then it is silent there, and not elsewhere
+            unseen = Finding(None, f"did not come back from `{within}`")
+            told[rank] = {name: unseen for name in names if within not in (None, name)}
         verdicts = [
-            judge(
-                name, {r: came.get(r, {}).get(name) for r in range(self.board.world)}, self._hosts
-            )
+            judge(name, {rank: told[rank].get(name) for rank in told}, self._hosts)
             for name in names
         ]
         self._verdicts += verdicts
         print("\n".join(table(verdicts)), flush=True)
-        return [v.check for v in verdicts if not v.ok]
+        self._expected = [rank for rank in self._expected if rank not in silent]
+        return [v.check for v in verdicts if not v.ok] + ([EVERYONE] if silent else [])
 
     def end(self) -> int:
         """The exit status, once all ranks know it."""
@@ -184,7 +195,7 @@ class _Rounds:
         board.put("bye", "")
         if board.rank == 0:  # which may hold the store
             board.patience = 5
-            board.gather("bye")
+            board.gather("bye", self._expected)
         return 2 if code is None else int(code)
 
     def tell_silent(self) -> None:

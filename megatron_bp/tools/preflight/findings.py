@@ -7,6 +7,15 @@ from dataclasses import asdict, dataclass, field
 
 from megatron_bp.tools.ranges import ranges
 
+# What to do where ranks differ, by check.
+WAYS_OUT = {
+    "versions": "let all ranks start from the same environment and the same files",
+    "arguments": "start all ranks with the same command line and the same tokenizer",
+    "data": "let all ranks see the same files",
+    "checkpoint": "let all ranks see the same folder",
+    "sample": "their data differ where `data` does not look: compare whole files (sha256sum)",
+}
+SILENT = "did not answer in time: look at what it printed, and at its host"
 LONGEST = 600  # characters of a message that are told
 
 
@@ -69,11 +78,12 @@ def judge(check: str, found: Mapping[int, Finding | None], hosts: Mapping[int, s
     texts: dict[str, list[int]] = {}
     for rank, finding in found.items():
         if finding is None:
-            texts.setdefault("did not answer in time", []).append(rank)
+            texts.setdefault(SILENT, []).append(rank)
         elif finding.ok is False:
             texts.setdefault(finding.said, []).append(rank)
     lines = [f"{where(ranks, hosts)}: {text}" for text, ranks in texts.items()]
-    lines += differing(came, hosts)
+    way_out = f"; {WAYS_OUT[check]}" if check in WAYS_OUT else ""
+    lines += [f"{line}{way_out}" for line in differing(came, hosts)]
     if lines:
         return Verdict(check, False, tuple(lines))
     unseen: dict[str, list[int]] = {}

@@ -55,27 +55,49 @@ def check_groups(board: Board, device: torch.device, limit: float, experts: bool
     Raises:
         GroupError: naming the group, and what is wrong.
     """
-    told = []
-    for name, group in state.every_group(experts).items():
-        ranks = dist.get_process_group_ranks(group)
-        text = f"{name} of ranks {', '.join(map(str, ranks))}"
-        missing = board.meet(f"meet/{name}/{ranks[0]}", ranks)
-        if missing:
-            raise GroupError(
-                f"{text}: {', '.join(map(str, missing))} did not come within {board.patience:.0f} s"
-            )
-        try:
-            wrong = check_group(ranks, group, device, limit, name in SENDING)
-        except Exception as error:
-            first, *_ = [*str(error).strip().splitlines(), ""]
-            raise GroupError(
-                f"{text}: all came, and a collective failed within {limit:.0f} s: {first}; look at "
-                f"the network between their hosts (NCCL_DEBUG=INFO tells more)"
-            ) from error
-        if wrong:
-            raise GroupError(f"{text}: {wrong}")
-        told.append(f"{name} of {len(ranks)}")
+    groups = state.every_group(experts)
+    members = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    topics = {name: f"meet/{name}/{ranks[0]}" for name, ranks in members.items()}
+    left = list(groups)
+    try:
+        while left:
+            name, ranks = left[0], members[left[0]]
+            absent = board.meet(topics[name], ranks)
+            if any(absent.values()):  # not a fault of this group
+                return Finding(None, "; ".join(f"rank {r} {why}" for r, why in absent.items()))
+            text = f"{name} of ranks {', '.join(map(str, ranks))}"
+            if absent:
+                raise GroupError(
+                    f"{text}: {', '.join(map(str, absent))} did not come within "
+                    f"{board.patience:g} s: look at what it printed, and at its host"
+                )
+            _checked(text, ranks, groups[name], device, limit, name in SENDING)
+            left.pop(0)
+    finally:
+        for name in left[1:]:  # so that nobody waits for this rank there
+            board.put(topics[name], f"stopped at {left[0]}")
+    told = [f"{name} of {len(ranks)}" for name, ranks in members.items()]
     return Finding(True, ", ".join(told) or "one rank, no group")
+
+
+def _checked(
+    text: str,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    limit: float,
+    sending: bool,
+) -> None:
+    try:
+        wrong = check_group(ranks, group, device, limit, sending)
+    except Exception as error:
+        first, *_ = [*str(error).strip().splitlines(), ""]
+        raise GroupError(
+            f"{text}: all came, and a collective failed within {limit:g} s: {first}; look at "
+            f"the network between their hosts (NCCL_DEBUG=INFO tells more)"
+        ) from error
+    if wrong:
+        raise GroupError(f"{text}: {wrong}; look at the network and the NCCL of their hosts")
 
 
 def check_group(

@@ -16,20 +16,23 @@ from megatron_bp import arguments
 from megatron_bp.arguments.absent import DryRun, quiet
 from megatron_bp.arguments.attention import attention_options
 from megatron_bp.arguments.command_line import join
-from megatron_bp.arguments.contract import newest_checkpoint
+from megatron_bp.arguments.contract import AGAIN, newest_checkpoint
 from megatron_bp.arguments.data_paths import data_prefixes, lacking
 from megatron_bp.arguments.flags import full_parser
 from megatron_bp.arguments.parse import checked, parsed
 from megatron_bp.arguments.parse import refusal as refusal_of
 from megatron_bp.arguments.versions import check_versions
 from megatron_bp.data.indexed import check_lengths, read_index
+from megatron_bp.data.supervised import supervised_of
 from megatron_bp.tools.preflight.degrees import divisors, refusal
 from megatron_bp.tools.preflight.findings import Finding
+from megatron_bp.training.saving import check_load
 
 PACKAGES = (
     *("megatron-core", "numpy", "transformers", "transformer-engine"),
     *("flash-attn", "flash-attn-3", "flash-attn-4"),
 )
+FOLDERS = ("load", "pretrained_checkpoint", "save")
 ENDS = 1 << 16  # bytes at each end of a file that are read
 
 
@@ -38,21 +41,35 @@ class Look(DryRun):
 
     Attributes:
         kernel: why there is no attention kernel here; None if there is one.
+        checkpoint: what is wrong with what the run starts from; None if nothing is.
     """
 
     kernel: str | None = None
+    checkpoint: str | None = None
+    _named: tuple[str | None, ...] = ()
 
     def flags(self, flags: list[str]) -> list[str]:
         """The flags with what lets Megatron write nothing."""
         return quiet(flags)
 
     def without(self, args: Namespace) -> None:
-        """Go on without the kernel, if it is not here."""
+        """Go on without the checkpoint and the kernel, if they are not here or broken."""
+        self._named = tuple(getattr(args, name) for name in FOLDERS)
+        try:
+            check_load(args)
+            checkpoint(args)
+        except (ValueError, OSError) as error:
+            self.checkpoint = str(error)
+            args.__dict__.update(dict.fromkeys(FOLDERS))
         try:
             attention_options(args)
         except ValueError as error:
             self.kernel = str(error)
             args.attention_kernel = "auto"
+
+    def named(self, args: Namespace) -> None:
+        """Name what `without` took away again."""
+        args.__dict__.update(zip(FOLDERS, self._named, strict=True))
 
 
 def versions() -> Finding:
@@ -97,6 +114,7 @@ def arguments_of(argv: list[str], look: Look) -> tuple[Namespace, Finding]:
         args = checked(argv, look)
     except (AssertionError, NotImplementedError) as error:
         raise ValueError(refusal_of(error)) from error
+    look.named(args)
     same = {
         "flags": hashlib.sha256("\0".join(flags).encode()).hexdigest()[:12],
         "ids of the tokenizer": str(args.bdlm_vocabulary),
@@ -119,11 +137,16 @@ def data(args: Namespace) -> Finding:
     for prefix in dict.fromkeys(data_prefixes(args)):
         index, size = read_index(f"{prefix}.idx"), os.path.getsize(f"{prefix}.bin")
         tokens = check_lengths(index, f"{prefix}.bin", size)
-        ends = _ends(Path(f"{prefix}.idx")) + _ends(Path(f"{prefix}.bin"))
-        digest = hashlib.sha256(ends).hexdigest()[:12]
+        digest = _digest_of_ends(f"{prefix}.idx", f"{prefix}.bin")
         same[prefix] = f"{tokens} tokens (digest {digest})"
+        if args.chats and supervised_of(prefix) is not None:
+            same[prefix] += f", mask {_digest_of_ends(f'{prefix}.supervised.npy')}"
     told = "\n".join(f"{prefix}: {facts}" for prefix, facts in same.items())
     return Finding(True, told, same)
+
+
+def _digest_of_ends(*paths: str) -> str:
+    return hashlib.sha256(b"".join(_ends(Path(path)) for path in paths)).hexdigest()[:12]
 
 
 def _ends(path: Path) -> bytes:
@@ -131,6 +154,17 @@ def _ends(path: Path) -> bytes:
         first = file.read(ENDS)
         file.seek(max(0, path.stat().st_size - ENDS))
         return first + file.read(ENDS)
+
+
+def starts_from(args: Namespace, look: Look) -> Finding:
+    """The checkpoint that the run starts from, if any, is there and whole.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if look.checkpoint is not None:
+        raise ValueError(look.checkpoint)
+    return checkpoint(args)
 
 
 def checkpoint(args: Namespace) -> Finding:
@@ -145,15 +179,25 @@ def checkpoint(args: Namespace) -> Finding:
     )
     if folder is None:
         return Finding(True, "none to start from", {"starts from": "nothing"})
-    metadata: Any = _reader(folder).read_metadata()
+    try:
+        metadata: Any = _reader(folder).read_metadata()
+    except Exception as error:  # it is a pickle: what a broken one raises is anything
+        raise ValueError(
+            f"{folder / '.metadata'}: cannot be read ({type(error).__name__}: {error}); {AGAIN}"
+        ) from error
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         end = place.offset + place.length
         ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
     for name, end in ends.items():
-        size = (folder / name).stat().st_size
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise ValueError(f"{folder / name}: {error.strerror}; {AGAIN}") from error
         if size < end:
-            raise ValueError(f"{folder / name}: {size} bytes, and its metadata needs {end}")
+            raise ValueError(
+                f"{folder / name}: {size} bytes, and its metadata needs {end}; {AGAIN}"
+            )
     digest = hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest()[:12]
     told = f"{folder}: {len(ends)} files, {len(metadata.state_dict_metadata)} entries"
     return Finding(True, told, {"starts from": f"{folder} (digest {digest})"})

@@ -73,7 +73,7 @@ def there(local_ranks: int) -> tuple[int, int, str]:
         free, total = torch.cuda.mem_get_info(local)
         return free, total, f"GPU {local}, {torch.cuda.get_device_name(local)}"
     total = machine_bytes() // local_ranks
-    return total, total, f"the machine for each of its {local_ranks} ranks"
+    return total, total, f"this machine (no GPU) for each of its {local_ranks} ranks"
 
 
 def machine_bytes() -> int:
