@@ -79,12 +79,7 @@ def preflight(number: int) -> int:
         print("Preflight of run.yaml on 4 ranks", flush=True)
         (SEEN / "preflight").touch()
         time.sleep(float(os.environ.get("SLOW", "0")))
-        verdict = (
-            ("  FAILED  data", "1 of 10 checks failed (data)")
-            if code
-            else ("  ok", "all 10 checks")
-        )
-        print(f"{verdict[0]}\npreflight: {verdict[1]}", flush=True)
+        print("preflight:", "1 of 10 checks failed" if code else "all 10 checks passed", flush=True)
         told.touch()
     while not told.exists():  # all ranks end with rank 0's verdict
         time.sleep(0.02)

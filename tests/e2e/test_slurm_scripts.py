@@ -112,7 +112,7 @@ def test_preflight_run_signal_and_another_start(start: Start) -> None:
             meet_at_the_first_host(job, name + restart, more=more)
             for node in (0, 1):
                 assert "set: yes 7 yes\n" in log(job, name + restart, node)
-    assert job.output.read_text().count("\npreflight: all 10 checks\n") == 2
+    assert job.output.read_text().count("\npreflight: all 10 checks passed\n") == 2
 
 
 HOSTS = [
@@ -222,13 +222,8 @@ def stop_in_preflight(job: Job) -> None:
     assert (job.wait(20), job.codes) == (0, [0, 0]), job.text()
     told = job.output.read_text()
     assert "told to stop before the first step: queueing the job again" in told
-    assert {
-        p.name.partition("-")[0] for p in (job.folder / "runs/slurm" / job.id).glob("*.log")
-    } == {
-        "preflight0",
-        "preflight1",
-        "start1",
-    }
+    logs = (job.folder / "runs" / "slurm" / job.id).glob("*.log")
+    assert {p.name.partition("-")[0] for p in logs} == {"preflight0", "preflight1", "start1"}
 
 
 def test_a_signal_in_the_preflight_is_not_lost(start: Start) -> None:
@@ -257,10 +252,9 @@ def test_a_failed_preflight_ends_the_job_with_its_table(start: Start) -> None:
     assert job.wait(20) != 0, job.text()
     assert len(job.codes) == 1
     told = job.output.read_text()
-    table = (
-        "Preflight of run.yaml on 4 ranks\n  FAILED  data\npreflight: 1 of 10 checks failed (data)"
-    )
-    assert table in told[told.index("the preflight FAILED") :]
+    shown = told[told.index("the preflight FAILED") :].splitlines()[1:]
+    assert shown[0] == "Preflight of run.yaml on 4 ranks"
+    assert shown[-1] == "preflight: 1 of 10 checks failed"
     assert not list(job.folder.glob("runs/slurm/*/start0-*"))
 
 
@@ -366,9 +360,8 @@ def submit(tmp_path: Path) -> Iterator[Callable[[str], Job]]:
     def submitted(lines: str) -> Job:
         script = tmp_path / "own.sbatch"
         script.write_text("#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=2\n" + lines)
-        jobs.append(
-            Job(script, [], tmp_path / "state", {"IN": str(tmp_path), "TASK": TRAPS}, tmp_path)
-        )
+        variables = {"IN": str(tmp_path), "TASK": TRAPS}
+        jobs.append(Job(script, [], tmp_path / "state", variables, tmp_path))
         return jobs[-1]
 
     yield submitted
@@ -380,10 +373,9 @@ PLACE = "echo $SLURM_PROCID.$SLURM_LOCALID.$SLURM_NODEID of $SLURM_NNODES; exit 
 
 
 def test_the_stand_in_counts_nodes_tasks_and_codes_as_slurm(submit: Callable[[str], Job]) -> None:
-    """-N beyond the allocation is refused; what tasks a node has is told; the highest code ends it."""
-    job = submit(
-        f"srun -N 3 true || echo refused $?\nsrun -N 2 --ntasks-per-node 2 sh -c '{PLACE}'\n"
-    )
+    """-N beyond the allocation is refused; tasks know their place; the highest code ends it."""
+    refused = "srun -N 3 true || echo refused $?"
+    job = submit(f"{refused}\nsrun -N 2 --ntasks-per-node 2 sh -c '{PLACE}'\n")
     assert job.wait(20) == 3, job.text()
     told = job.output.read_text()
     assert "Only allocated 2 nodes asked for 3\nrefused 1\n" in told
@@ -404,7 +396,8 @@ def test_the_stand_in_sends_signals_as_slurm(
 ) -> None:
     """To the tasks and not the batch shell, or to that alone."""
     trap = "trap 'echo shell; exit 6' USR2"
-    job = submit(f'#SBATCH --signal={batch}\n{trap}\nsrun -N 1 {step}sh -c "$TASK" & wait\nwait\n')
+    start = f'srun -N 1 {step}sh -c "$TASK" & wait\nwait'
+    job = submit(f"#SBATCH --signal={batch}\n{trap}\n{start}\n")
     end = time.monotonic() + 10
     while not (tmp_path / "up0").exists():
         assert time.monotonic() < end, job.text()
@@ -412,7 +405,5 @@ def test_the_stand_in_sends_signals_as_slurm(
     job.signal()
     shell = batch.startswith("B:")
     assert job.wait(20) == (6 if shell else 0), job.text()
-    assert ("told" in job.output.read_text(), "shell" in job.output.read_text()) == (
-        not shell,
-        shell,
-    )
+    printed = job.output.read_text().splitlines()
+    assert ("told" in printed, "shell" in printed) == (not shell, shell)
