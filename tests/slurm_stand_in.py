@@ -26,6 +26,21 @@ import sys
 import time
 from pathlib import Path
 
+# `show hostnames LIST` and `requeue JOB`.
+SCONTROL = """
+case "$1 $2" in
+  "show hostnames") echo "$3" | tr , '\\n' ;;
+  "requeue $SLURM_JOB_ID")
+    if [ "$STAND_IN_REQUEUE" != 1 ]; then
+      echo "Requested operation is presently disabled for job"
+      exit 1
+    fi
+    : > "$STAND_IN/requeue" ;;
+  *)
+    echo "scontrol: error: the stand-in does not know $*"
+    exit 1 ;;
+esac
+"""
 JOB, STEP = "STAND_IN_JOB", "STAND_IN_STEP"  # in the environment of all that each starts
 
 
@@ -95,11 +110,10 @@ class Job:
         self.hosts = [f"127.{first}.{second}.{i}" for i in (11, 12, 13)]
         self.output = state / "batch.log"
         (state / "bin").mkdir(parents=True)
-        for name in ("srun", "scontrol"):
-            program = state / "bin" / name
-            line = f'exec "{sys.executable}" -IS "{__file__}" {name} "$@"'
-            program.write_text(f"#!/bin/sh\n{line}\n")
-            program.chmod(0o755)
+        start = f'exec "{sys.executable}" -IS "{__file__}" "$@"'
+        for name, text in (("srun", start), ("scontrol", SCONTROL)):
+            (state / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+            (state / "bin" / name).chmod(0o755)
         shutil.copy(script, state / "slurm_script")
         self._start()
 
@@ -248,21 +262,5 @@ def srun(arguments: list[str]) -> int:
     return max(codes.values())
 
 
-def scontrol(arguments: list[str]) -> int:
-    """`show hostnames LIST` and `requeue JOB`."""
-    match arguments:
-        case ["show", "hostnames", hosts]:
-            print("\n".join(hosts.split(",")))
-        case ["requeue", job] if job == os.environ["SLURM_JOB_ID"]:
-            if os.environ["STAND_IN_REQUEUE"] != "1":
-                print("Requested operation is presently disabled for job")
-                return 1
-            (Path(os.environ["STAND_IN"]) / "requeue").touch()
-        case _:
-            print(f"scontrol: error: the stand-in does not know {arguments}")
-            return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit({"srun": srun, "scontrol": scontrol}[sys.argv[1]](sys.argv[2:]))
+    sys.exit(srun(sys.argv[1:]))
