@@ -92,7 +92,7 @@ def main(words: list[str]) -> int:
     print("set:", *(os.environ.get(name, "") for name in ("SET_UP", "NCCL_NVLS_ENABLE", "WRAPPED")))
     sys.stdout.flush()
     assert words[:2] == ["-m", "torch.distributed.run"]
-    at = words.index("pretrain_bdlm.py")
+    at = words.index("--max-restarts") + 2
     options = dict(zip(words[2:at:2], words[3:at:2], strict=True))
     wrong = meet(options)
     if wrong:
