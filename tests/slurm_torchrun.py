@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 PATIENCE = 2.0
+NAMES = ("SET_UP", "PYTORCH_ALLOC_CONF", "NCCL_NVLS_ENABLE", "WRAPPED")  # are printed
 SEEN = Path(os.environ["SEEN"])
 
 
@@ -89,7 +90,7 @@ def preflight(number: int) -> int:
 def main(words: list[str]) -> int:
     """torchrun: the ranks of this node; 1 if one failed."""
     print("line:", *words, flush=True)
-    print("set:", *(os.environ.get(name, "") for name in ("SET_UP", "NCCL_NVLS_ENABLE", "WRAPPED")))
+    print("set:", *(os.environ.get(name, "") for name in NAMES))
     sys.stdout.flush()
     assert words[:2] == ["-m", "torch.distributed.run"]
     at = words.index("--max-restarts") + 2

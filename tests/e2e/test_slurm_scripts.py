@@ -111,7 +111,7 @@ def test_preflight_run_signal_and_another_start(start: Start) -> None:
         for name, more in (("preflight", "--preflight"), ("start", "--exit-signal SIGUSR1")):
             meet_at_the_first_host(job, name + restart, more=more)
             for node in (0, 1):
-                assert "set: yes 7 yes\n" in log(job, name + restart, node)
+                assert "set: yes expandable_segments:True 7 yes\n" in log(job, name + restart, node)
     assert job.output.read_text().count("\npreflight: all 10 checks passed\n") == 2
 
 
