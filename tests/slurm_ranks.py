@@ -4,7 +4,7 @@ What torchrun starts is this file as a program, which takes no time: it hands it
 environment to the test, which forks the rank from the fork server of ranks.py. Then it stands for
 the rank: it passes signals on, once the rank has a handler for them, and ends as the rank ends.
 
-A rank is pretrain_bdlm.py. In the folder SEEN it leaves a file with its place. SLOW is
+A rank is pretrain_bdlm.py. In the folder SEEN it leaves a file with its place. SLOW_STEP is
 STEP:SECONDS, a step that takes longer in the first start, and DIE is RANK:STEP, killed before that
 step in the second.
 """
@@ -48,16 +48,17 @@ class Forks:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rw") as lines:
-            process = self._context.Process(target=run_rank, args=json.loads(lines.readline()))
+        gone = contextlib.suppress(OSError)  # what stands for the rank was killed
+        with gone, connection, connection.makefile("rw") as lines:
+            request = json.loads(lines.readline())
+            process = self._context.Process(target=run_rank, args=request)
             process.start()
-            with contextlib.suppress(OSError):
-                print(process.pid, file=lines, flush=True)
-                select.select([process.sentinel, connection], [], [])
-                if process.exitcode is None:  # what stands for it is gone
-                    process.kill()
-                process.join()
-                print(process.exitcode, file=lines, flush=True)
+            print(process.pid, file=lines, flush=True)
+            select.select([process.sentinel, connection], [], [])
+            if process.exitcode is None:
+                process.kill()
+            process.join()
+            print(process.exitcode, file=lines, flush=True)
 
     def close(self) -> None:
         """No more ranks."""
@@ -65,8 +66,15 @@ class Forks:
         self._server.close()
 
 
-def run_rank(argv: list[str], environment: dict[str, str], output: str) -> None:
-    """The rank: pretrain_bdlm.py in a process that was forked."""
+def run_rank(argv: list[str], environment: dict[str, str], output: str, stand_in: int) -> None:
+    """The rank: pretrain_bdlm.py in a process that was forked.
+
+    Args:
+        argv: of the rank.
+        environment: of the rank.
+        output: the file that its output goes to.
+        stand_in: the process that torchrun takes for it.
+    """
     os.environ.clear()
     os.environ.update(environment)
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
@@ -82,7 +90,7 @@ def run_rank(argv: list[str], environment: dict[str, str], output: str) -> None:
     note = {name: os.environ[name] for name in names} | {"rank": place, "world": world}
     kind = "preflight" if "--preflight" in argv else "rank"
     (seen / f"{kind}{place}_of_start{start}.json").write_text(json.dumps(note))
-    slow, seconds = (float(number) for number in os.environ["SLOW"].split(":"))
+    slow, seconds = (float(number) for number in os.environ["SLOW_STEP"].split(":"))
 
     def before_step(number: int, step: int) -> None:
         if start == "0" and step == slow:
@@ -90,6 +98,7 @@ def run_rank(argv: list[str], environment: dict[str, str], output: str) -> None:
             time.sleep(seconds)
         if start == "1" and f"{number}:{step}" == os.environ["DIE"]:
             (seen / "dead").touch()
+            os.kill(stand_in, signal.SIGKILL)  # torchrun sees it before others lose the connection
             os.kill(os.getpid(), signal.SIGKILL)
 
     code, _ = pretrain(place, world, argv, None if kind == "preflight" else before_step)
@@ -110,7 +119,8 @@ def stand_for_rank() -> int:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.environ["FORKS"])
     with connection.makefile("rw") as lines:
-        request: list[Any] = [sys.argv[1:], dict(os.environ), os.readlink("/proc/self/fd/1")]
+        output = os.readlink("/proc/self/fd/1")
+        request: list[Any] = [sys.argv[1:], dict(os.environ), output, os.getpid()]
         print(json.dumps(request), file=lines, flush=True)
         rank = int(lines.readline())
         signal.signal(signal.SIGTERM, lambda number, frame: os.kill(rank, number))

@@ -44,7 +44,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     python.chmod(0o755)
     variables = {"PYTHON": str(python), "PROGRAM": str(ROOT / "tests" / "slurm_ranks.py")}
     variables |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "FORKS": forks.path}
-    variables |= {"SEEN": str(tmp_path / "seen"), "SLOW": f"{SLOW}:{SECONDS}", "DIE": DEAD}
+    variables |= {"SEEN": str(tmp_path / "seen"), "SLOW_STEP": f"{SLOW}:{SECONDS}", "DIE": DEAD}
     variables["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
     save = str(tmp_path / "run")
     arguments = [*make_data(tmp_path), "--save", save, "--load", save]
@@ -82,7 +82,9 @@ def test_a_job_is_preempted_goes_on_and_loses_a_rank(job: Job, tmp_path: Path) -
 
     # The second start goes on with the step after, until a rank dies.
     assert job.wait(240) != 0, job.text()
-    died = (tmp_path / "seen" / "dead").stat().st_mtime
+    dead = tmp_path / "seen" / "dead"
+    assert dead.exists(), job.text()
+    died = dead.stat().st_mtime
     assert time.time() - died < 60
     assert len(job.codes) == 2  # and is not queued again
     events = [json.loads(line) for line in (save / "journal.jsonl").read_text().splitlines()]
@@ -97,11 +99,10 @@ def test_a_job_is_preempted_goes_on_and_loses_a_rank(job: Job, tmp_path: Path) -
         assert sorted(got) == [(job.hosts[n], str(n), str(i)) for n in (0, 1) for i in (0, 1)]
         assert {n["MASTER_ADDR"] for n in told} <= set(job.hosts[:2])
     printed = job.output.read_text()
-    assert (
-        printed.count("preflight: all 10 checks passed; nothing was trained") == 1
-    )  # the real one
+    real = "preflight: all 10 checks passed; nothing was trained"
+    assert printed.count(real) == 1
     assert printed.count("preflight: all 10 checks passed") == 2
-    (dead,) = [n for n in notes(job, "rank", 1) if n["rank"] == 3]
-    log = f"rank 3, log runs/slurm/{job.id}/start1-{dead['SLURMD_NODENAME']}.log"
-    assert f"exit code -9, {log}" in printed
-    assert f"the first to fail is {log}, which ends with" in printed
+    (note,) = [n for n in notes(job, "rank", 1) if n["rank"] == 3]
+    log = f"rank 3, log runs/slurm/{job.id}/start1-{note['SLURMD_NODENAME']}.log"
+    assert f"exit code -9, {log}" in printed, job.text()
+    assert f"the first to fail is {log}, which ends with" in printed, job.text()
