@@ -53,11 +53,13 @@ class Forks:
             request = json.loads(lines.readline())
             process = self._context.Process(target=run_rank, args=request)
             process.start()
-            print(process.pid, file=lines, flush=True)
-            select.select([process.sentinel, connection], [], [])
-            if process.exitcode is None:
-                process.kill()
-            process.join()
+            try:
+                print(process.pid, file=lines, flush=True)
+                select.select([process.sentinel, connection], [], [])
+            finally:
+                if process.exitcode is None:
+                    process.kill()
+                process.join()
             print(process.exitcode, file=lines, flush=True)
 
     def close(self) -> None:
