@@ -1,15 +1,18 @@
 """A small Slurm on one machine: `sbatch` as a class, `srun` and `scontrol` as programs.
 
-Nodes are addresses 127.0.0.x with processes of their own. What scripts/slurm/ uses is done as Slurm
-does it, and an option that is not known here is an error:
+Nodes are addresses 127.x.y.z with processes of their own; they and the number are of one job alone.
+What scripts/slurm/ uses is done as Slurm does it; an option that is not known here is an error:
 
-- `#SBATCH` lines end at the first command; the command line of sbatch wins over them.
+- `#SBATCH` lines end at the first command; the command line of sbatch wins over them. What runs is
+  a copy of the batch script, in the folder of sbatch or of `--chdir`.
 - A step's tasks get the step's environment (`--export`), their node's name and numbers, and an
   output file of each node. srun ends with the highest code of its tasks; with
   `--kill-on-bad-exit` the first bad one ends all of the step.
 - `--signal=[B:]NAME@SECONDS` reaches only what Slurm started itself: the tasks of a step and not
-  their children, as proctrack/cgroup has it; with `B:` the batch shell alone.
-- `scontrol requeue` takes effect when the batch script ends, and only with `--requeue`.
+  their children, as proctrack/cgroup has it; with `B:` the batch shell alone. It is sent once, and
+  nobody gets it if no step is there. `scancel` sends SIGTERM to tasks and to the batch shell.
+- `scontrol requeue` takes effect when the batch script ends, and only with `--requeue`; it brings
+  back a job that is being cancelled, too.
 """
 
 import argparse
@@ -17,13 +20,27 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
-HOSTS = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
+# `show hostnames LIST` and `requeue JOB`.
+SCONTROL = """
+case "$1 $2" in
+  "show hostnames") echo "$3" | tr , '\\n' ;;
+  "requeue $SLURM_JOB_ID")
+    if [ "$STAND_IN_REQUEUE" != 1 ]; then
+      echo "Requested operation is presently disabled for job"
+      exit 1
+    fi
+    : > "$STAND_IN/requeue" ;;
+  *)
+    echo "scontrol: error: the stand-in does not know $*"
+    exit 1 ;;
+esac
+"""
 JOB, STEP = "STAND_IN_JOB", "STAND_IN_STEP"  # in the environment of all that each starts
 
 
@@ -48,11 +65,20 @@ def directives(script: Path) -> dict[str, str]:
     return found
 
 
+def free_number() -> int:
+    """A job's number whose port, as job.sh makes it, nobody listens at."""
+    while True:
+        number = int.from_bytes(os.urandom(3), "big")
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", 20000 + number % 10000))
+            return number
+
+
 class Job:
     """A batch script as `sbatch` runs it, queued again as often as it asks for."""
 
     KNOWN = ("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "mem", "time")
-    KNOWN += ("signal", "requeue", "open-mode", "export")
+    KNOWN += ("signal", "requeue", "open-mode", "export", "chdir")
 
     def __init__(
         self,
@@ -60,20 +86,35 @@ class Job:
         arguments: list[str],
         state: Path,
         variables: dict[str, str],
+        folder: Path,
         **over: str,
     ) -> None:
+        """Submits it.
+
+        Args:
+            script: the batch script.
+            arguments: its own.
+            state: a new folder for what Slurm keeps.
+            variables: of the environment that sbatch is called in.
+            folder: that sbatch is called in.
+            over: options of sbatch, with underscores.
+        """
         self.options = directives(script) | {k.replace("_", "-"): v for k, v in over.items()}
         unknown = set(self.options) - set(self.KNOWN)
         assert not unknown, f"the stand-in does not know #SBATCH {unknown}"
-        assert self.options["ntasks-per-node"] == "1"
         self.script, self.arguments, self.state = script, arguments, state
         self.variables, self.restarts, self.codes = variables, 0, list[int]()
+        self.folder = folder / self.options.get("chdir", ".")
+        self.id = str(free_number())
+        first, second = (1 + byte % 250 for byte in os.urandom(2))
+        self.hosts = [f"127.{first}.{second}.{i}" for i in (11, 12, 13)]
         self.output = state / "batch.log"
         (state / "bin").mkdir(parents=True)
-        for name in ("srun", "scontrol"):
-            program = state / "bin" / name
-            program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {name} "$@"\n')
-            program.chmod(0o755)
+        start = f'exec "{sys.executable}" -IS "{__file__}" "$@"'
+        for name, text in (("srun", start), ("scontrol", SCONTROL)):
+            (state / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+            (state / "bin" / name).chmod(0o755)
+        shutil.copy(script, state / "slurm_script")
         self._start()
 
     def _start(self) -> None:
@@ -82,19 +123,19 @@ class Job:
         (self.state / "tasks").mkdir()
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PMI"))}
         clean |= {"PATH": f"{self.state / 'bin'}:{clean['PATH']}", "STAND_IN": str(self.state)}
-        clean |= {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": ",".join(HOSTS[:nodes])}
+        clean |= {"SLURM_JOB_ID": self.id, "SLURM_JOB_NODELIST": ",".join(self.hosts[:nodes])}
         clean |= {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes)}
         clean |= {"SLURM_GPUS_ON_NODE": gpus, "SLURM_CPUS_ON_NODE": "2", "SLURM_NODEID": "0"}
-        clean |= {"SLURMD_NODENAME": HOSTS[0], "SLURM_SUBMIT_DIR": str(self.script.parents[2])}
+        clean |= {"SLURMD_NODENAME": self.hosts[0]}
         if self.restarts:
             clean["SLURM_RESTART_COUNT"] = str(self.restarts)
-        self._mark = clean[JOB] = uuid.uuid4().hex
+        self._mark = clean[JOB] = os.urandom(16).hex()
         clean["STAND_IN_REQUEUE"] = str(int("requeue" in self.options))
         with self.output.open("ab") as file:
             self.process = subprocess.Popen(
-                ["bash", str(self.script), *self.arguments],
+                ["bash", str(self.state / "slurm_script"), *self.arguments],
                 env=clean | self.variables,
-                cwd="/",
+                cwd=self.folder,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -121,6 +162,11 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sent)
 
+    def cancel(self) -> None:
+        """scancel, and what Slurm does at the time limit: SIGTERM to all that it started."""
+        self.signal("TERM")
+        self.process.terminate()
+
     def wait(self, timeout: float) -> int:
         """The exit code of the last start."""
         end = time.monotonic() + timeout
@@ -136,7 +182,7 @@ class Job:
 
     def text(self) -> str:
         """What the batch script and all nodes printed."""
-        logs = sorted(self.script.parents[2].glob("runs/slurm/*/*.log"))
+        logs = sorted(self.folder.glob("runs/slurm/*/*.log"))
         return "\n".join(f"--- {p}\n{p.read_text()[-6000:]}" for p in [self.output, *logs])
 
     def clean_up(self) -> None:
@@ -172,7 +218,7 @@ def srun(arguments: list[str]) -> int:
     if options.nodes > len(hosts):
         print(f"srun: error: Only allocated {len(hosts)} nodes asked for {options.nodes}")
         return 1
-    state, mark = Path(os.environ["STAND_IN"]), uuid.uuid4().hex
+    state, mark = Path(os.environ["STAND_IN"]), os.urandom(16).hex()
     if options.signal:
         (state / "signal").write_text(options.signal)
     kept = dict(os.environ)
@@ -207,6 +253,7 @@ def srun(arguments: list[str]) -> int:
             if code is None or number in codes:
                 continue
             codes[number] = code if code >= 0 else 128 - code
+            (state / "tasks" / str(task_process.pid)).unlink()
             if code:
                 host = hosts[number // options.ntasks_per_node]
                 print(f"srun: error: {host}: task {number}: code {codes[number]}")
@@ -215,21 +262,5 @@ def srun(arguments: list[str]) -> int:
     return max(codes.values())
 
 
-def scontrol(arguments: list[str]) -> int:
-    """`show hostnames LIST` and `requeue JOB`."""
-    match arguments:
-        case ["show", "hostnames", hosts]:
-            print("\n".join(hosts.split(",")))
-        case ["requeue", job] if job == os.environ["SLURM_JOB_ID"]:
-            if os.environ["STAND_IN_REQUEUE"] != "1":
-                print("Requested operation is presently disabled for job")
-                return 1
-            (Path(os.environ["STAND_IN"]) / "requeue").touch()
-        case _:
-            print(f"scontrol: error: the stand-in does not know {arguments}")
-            return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit({"srun": srun, "scontrol": scontrol}[sys.argv[1]](sys.argv[2:]))
+    sys.exit(srun(sys.argv[1:]))

