@@ -59,8 +59,6 @@ NOT_RUN = {
     "pkill": "tests/e2e/test_signals.py sends the signals",
     "TREE ...": "a usage line; README has the command",
     "RUN.yaml --topology": "needs several nodes; tests/unit/test_verify.py runs a --launch command",
-    "RUN.yaml --preflight": "needs 8 GPUs; tests/ranks/test_preflight.py runs it",
-    "srun --nodes N": "needs SLURM; tests/e2e/test_slurm.py has a stand-in of it",
     "--nproc-per-node N": "a usage line; N stands for any number",
 }
 SMALL = "--train-iters 3 --lr-warmup-iters 1 --eval-interval 3 --eval-iters 1 --seq-length 96"
