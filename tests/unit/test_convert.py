@@ -11,8 +11,18 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import FAMILIES, MODELS, SWAPS, change, save_tiny
+from tiny import (
+    FAMILIES,
+    MODELS,
+    NVIDIAS,
+    SWAPS,
+    as_ministral3,
+    as_nvidia_publishes,
+    change,
+    save_tiny,
+)
 
+from megatron_bp.tools.convert.agreement import FREQUENCIES, MISTAKE, Agreement, Row
 from megatron_bp.tools.convert.families import HuggingFace
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.weights import Heads, joined, separated
@@ -30,19 +40,28 @@ def there_and_back(rank: int, world: int, name: str, base: str) -> dict[str, Any
 
     folder, checkpoint = Path(base) / "folder", Path(base) / "checkpoint"
     save_tiny(name, folder)
+    if name == NVIDIAS:
+        as_nvidia_publishes(folder)
     import_folder(folder, checkpoint, quiet=True)
     found = check_folder(folder, checkpoint)
     like, out = checkpoint / "hugging_face", Path(base) / "out"
     export_folder(like, checkpoint, out, shard_bytes=30_000, quiet=True)
-    return {"told": found.told(), "starts": [row.start for row in found.rows], "holds": found.holds}
+    return {
+        "told": found.told(),
+        "starts": [row.start for row in found.rows],
+        "holds": found.holds,
+        "with transformers' own angles": found.rows[0].as_it_is,
+    }
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_logits_agree_and_the_way_back_is_bitwise(name: str, tmp_path: Path) -> None:
     (found,) = run_ranks(1, there_and_back, name, str(tmp_path))
     assert found["holds"], found["told"]
+    assert found["with transformers' own angles"] < 2e-5, found["told"]  # up to position 1023
     assert found["starts"] == [0, 8160, 16352, 131040, 524224, 1048512]
     before, after = tensors_of(tmp_path / "folder"), tensors_of(tmp_path / "out")
+    before = {as_ministral3(key): tensor for key, tensor in before.items()}
     assert sorted(before) == sorted(after)
     for key, tensor in before.items():
         assert torch.equal(tensor, after[key]), key
@@ -51,7 +70,10 @@ def test_logits_agree_and_the_way_back_is_bitwise(name: str, tmp_path: Path) -> 
     was, now = (
         json.loads((tmp_path / where / "config.json").read_text()) for where in ("folder", "out")
     )
-    assert now == was
+    assert now == (was if name != NVIDIAS else now)
+    assert now["model_type"] == name.partition(",")[0]
+    assert not {"auto_map", "block_size"} & set(now)
+    assert now.get("mask_token_id") == was.get("mask_token_id")
 
 
 def with_swaps(rank: int, world: int, name: str, base: str) -> dict[str, float]:
@@ -93,7 +115,29 @@ def test_swapped_weights_are_found(name: str, tmp_path: Path) -> None:
     (apart,) = run_ranks(1, with_swaps, name, str(tmp_path))
     assert apart.pop("nothing") < 1e-5
     assert set(apart) == set(SWAPS)
-    assert min(apart.values()) > 1e-3, apart
+    assert min(apart.values()) > MISTAKE, apart
+    assert not any(Row(0, 64, far, 0.0).holds for far in apart.values())
+
+
+@pytest.mark.parametrize(
+    ("row", "frequencies", "holds", "words"),
+    [
+        (Row(0, 64, 1e-5, 1e-3), FREQUENCIES, True, "are the same model"),
+        (Row(0, 64, 2e-5, 0.0), FREQUENCIES, False, "--tolerance 1e-04"),
+        (Row(0, 64, 2e-5, 0.0, 1e-4), FREQUENCIES, True, "are the same model"),
+        (Row(0, 64, 0.0, 2e-3), FREQUENCIES, False, "--tolerance 1e-04"),
+        (Row(1 << 17, 64, 0.0, 2e-3), FREQUENCIES, True, "are the same model"),
+        (Row(0, 64, MISTAKE, 0.0), FREQUENCIES, False, "are NOT the same model"),
+        (Row(0, 64, 0.0, 0.0), 2 * FREQUENCIES, False, "are NOT the same model"),
+        (Row(0, 64, float("nan"), 0.0), FREQUENCIES, False, "are NOT the same model"),
+        (Row(0, 64, 0.0, float("nan")), FREQUENCIES, False, "are NOT the same model"),
+    ],
+)
+def test_what_is_allowed_and_told(row: Row, frequencies: float, holds: bool, words: str) -> None:
+    found = Agreement([Row(0, 64, 0.0, 0.0), row], frequencies)
+    assert found.holds == holds
+    assert words in found.told().splitlines()[-1]
+    assert not Agreement([], 0.0).holds
 
 
 def test_a_bf16_folder_stays_bf16(tmp_path: Path) -> None:

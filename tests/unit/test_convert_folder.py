@@ -15,7 +15,7 @@ from megatron_bp.tools.convert import command
 from megatron_bp.tools.convert.exporting import _token, _write_texts, table_rows
 from megatron_bp.tools.convert.families import HuggingFace
 from megatron_bp.tools.convert.folder import INDEX, SINGLE, Folder, WeightFolder
-from megatron_bp.tools.convert.importing import _same_names, true_ids
+from megatron_bp.tools.convert.importing import same_names, true_ids
 from megatron_bp.tools.convert.refused import ConvertError
 
 
@@ -159,13 +159,13 @@ def test_names_are_the_familys(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
     folder = WeightFolder(tmp_path)
     model = HuggingFace(folder.config)
-    _same_names(folder, model)
+    same_names(folder, model)
     fewer = HuggingFace(folder.config | {"num_hidden_layers": 2, "layer_types": None})
     with pytest.raises(ConvertError, match=r"has model\.layers\.2\..*which is not converted"):
-        _same_names(folder, fewer)
+        same_names(folder, fewer)
     more = HuggingFace(folder.config | {"num_hidden_layers": 4, "layer_types": None})
     with pytest.raises(ConvertError, match=r"lacks model\.layers\.3\."):
-        _same_names(folder, more)
+        same_names(folder, more)
 
 
 def test_true_ids_are_the_tokenizers(folder: Path) -> None:

@@ -17,7 +17,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megatron_bp.tools.convert.card import card, contract
 from megatron_bp.tools.convert.checkpoint import Reader
-from megatron_bp.tools.convert.families import HuggingFace
+from megatron_bp.tools.convert.families import HuggingFace, of_transformers
 from megatron_bp.tools.convert.folder import INDEX, SINGLE, Folder
 from megatron_bp.tools.convert.importing import TEXT_FILES
 from megatron_bp.tools.convert.model import Piece, build, one_process, pieces
@@ -55,7 +55,8 @@ def export_folder(
     if target.exists() and any(target.iterdir()):
         raise ConvertError(f"{target} is not empty; give another folder, or empty it")
     folder = Folder(like)
-    model = HuggingFace(folder.config)
+    values = of_transformers(folder.config)
+    model = HuggingFace(values)
     found = saved(model, checkpoint, step)
     if getattr(found.was, "self_conditioning", 0):
         raise ConvertError(
@@ -73,7 +74,7 @@ def export_folder(
     _write_texts(texts, target, mask)
     words = contract(found.was)
     (target / "README.md").write_text(card(model, words, mask), encoding="utf-8")
-    config = _config(folder.config, model, rows, dtype, words, mask)
+    config = _config(values, model, rows, dtype, words, mask)
     text = json.dumps(config, indent=2) + "\n"
     (target / "config.json").write_text(text, encoding="utf-8")  # last: now it is whole
 

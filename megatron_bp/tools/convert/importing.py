@@ -58,7 +58,7 @@ def import_folder(source: Path, target: Path, quiet: bool = False) -> HuggingFac
         )
     folder = WeightFolder(source)
     model = HuggingFace(folder.config)
-    _same_names(folder, model)
+    same_names(folder, model)
     args = megatron_arguments(model, int(model.config.vocab_size), true_ids(folder, model))
     place = target / RELEASE
     place.mkdir(parents=True)
@@ -115,10 +115,11 @@ def _parts(
     return part
 
 
-def _same_names(folder: WeightFolder, model: HuggingFace) -> None:
+def same_names(folder: WeightFolder, model: HuggingFace) -> None:
+    """Refuse a folder that lacks a weight of its config.json's model, or has another."""
     wanted = {source for weight in model.weights for source in weight.sources}
     if model.config.tie_word_embeddings:  # some folders hold the same table twice
-        wanted |= {"lm_head.weight"} & folder.names
+        wanted |= {model.family.head} & folder.names
     missing, beyond = sorted(wanted - folder.names), sorted(folder.names - wanted)
     if missing or beyond:
         what = f"lacks {missing[0]}" if missing else f"has {beyond[0]}, which is not converted"

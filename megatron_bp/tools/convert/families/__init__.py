@@ -6,6 +6,7 @@ from megatron_bp.tools.convert.families import (
     llama,
     ministral3,
     mistral,
+    nemotron_labs_diffusion,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -16,10 +17,8 @@ from megatron_bp.tools.convert.weights import Heads, Weight
 
 __all__ = ["Family", "HuggingFace"]
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (llama, mistral, ministral3, qwen2, qwen3, qwen3_moe)
-}
+MODULES = (llama, mistral, ministral3, nemotron_labs_diffusion, qwen2, qwen3, qwen3_moe)
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in MODULES}
 REFUSED = {
     "qwen3_5": "a hybrid of linear and full attention",
     "qwen3_next": "a hybrid of linear and full attention",
@@ -51,8 +50,9 @@ class HuggingFace:
         self.family = family_of(values)
         from transformers import CONFIG_MAPPING
 
+        values = of_transformers(values)
         try:
-            self.config: Any = CONFIG_MAPPING[self.family.model_type].from_dict(values)
+            self.config: Any = CONFIG_MAPPING[values["model_type"]].from_dict(values)
         except Exception as error:  # its checks raise errors of many kinds
             told = " ".join(str(error).split())
             raise ConvertError(f"config.json: transformers cannot read it: {told}") from error
@@ -60,6 +60,21 @@ class HuggingFace:
         self.flags = model_flags(self.family, self.config)
         at = qwen3_moe.experts_at(self.config) if self.family.experts else None
         self.weights: list[Weight] = weights(self.family, self.config, at)
+
+
+def of_transformers(values: dict[str, Any]) -> dict[str, Any]:
+    """The content of config.json as a class of transformers has it.
+
+    Where the class is in the folder, that of its trunk, with what the trunk knows of the settings.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = family_of(values).read_as
+    if kind is None:
+        return values
+    known = CONFIG_MAPPING[kind]().to_dict().keys() - {"tie_word_embeddings"}  # a head of its own
+    kept = {name: value for name, value in values.items() if name in known | {"mask_token_id"}}
+    return kept | {"model_type": kind, "tie_word_embeddings": False}
 
 
 def family_of(values: dict[str, Any]) -> Family:
