@@ -157,6 +157,50 @@ def bf16_there_and_back(rank: int, world: int, base: str) -> None:
     export_folder(like, Path(base) / "checkpoint", Path(base) / "out", quiet=True)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe, a dense layer"])
+def test_layers_of_transformer_engine_have_their_names(name: str, tmp_path: Path) -> None:
+    """What the local layers lack is in an import; what only Transformer Engine writes is read."""
+    (found,) = run_ranks(1, as_transformer_engine_has_it, name, str(tmp_path))
+    layers = "decoder.layers"
+    if name == "qwen3":
+        norms = {f"{layers}.self_attention.{part}_layernorm" for part in "qk"}
+        extra = {f"{norm}._extra_state/shard_{layer}_3" for norm in norms for layer in range(3)}
+    else:  # layers are not alike: each has its own keys
+        norms = {f"{layers}.{n}.self_attention.{part}_layernorm" for part in "qk" for n in range(3)}
+        norms |= {f"{layers}.{layer}.pre_mlp_layernorm" for layer in (0, 2)}
+        assert {f"{layers}.{layer}.pre_mlp_layernorm.weight" for layer in (0, 2)} <= found["keys"]
+        assert f"{layers}.1.pre_mlp_layernorm.weight" not in found["keys"]
+        extra = {f"{norm}._extra_state/shard_0_1" for norm in norms}
+    extra.add("decoder.final_layernorm._extra_state/shard_0_1")
+    assert extra <= found["keys"], sorted(extra - found["keys"])
+    assert found["holds"], found["told"]
+    before, after = tensors_of(tmp_path / "folder"), tensors_of(tmp_path / "out")
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+
+
+def as_transformer_engine_has_it(rank: int, world: int, name: str, base: str) -> dict[str, Any]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    from megatron_bp.tools.convert import importing, te
+    from megatron_bp.tools.convert.checking import check_folder
+    from megatron_bp.tools.convert.exporting import export_folder
+
+    folder, theirs = Path(base) / "folder", Path(base) / "theirs"
+    save_tiny(name, folder)
+    importing.import_folder(folder, Path(base) / "both", quiet=True)
+
+    def only_theirs(state: dict[str, Any]) -> dict[str, Any]:
+        found = te.with_both(state)
+        return {n: value[1] if isinstance(value, list) else value for n, value in found.items()}
+
+    with mock.patch.object(importing, "with_both", only_theirs):
+        importing.import_folder(folder, theirs, quiet=True)
+    export_folder(folder, theirs, Path(base) / "out", quiet=True)
+    found = check_folder(folder, theirs)
+    keys = FileSystemReader(Path(base) / "both" / "release").read_metadata().state_dict_metadata
+    return {"keys": set(keys), "holds": found.holds, "told": found.told()}
+
+
 def test_another_config_is_refused_by_name(tmp_path: Path) -> None:
     (message,) = run_ranks(1, other_config, str(tmp_path))
     assert "--query-scale-beta was 0.1, is 0.2 (config.json)" in message

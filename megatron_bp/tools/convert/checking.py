@@ -11,9 +11,10 @@ with the angles of both from one table, once the two tables of frequencies are s
 # Shapes: T tokens, V ids that both tables have.
 
 import contextlib
+import dataclasses
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ import torch
 from torch import Tensor
 
 from megatron_bp.tools.convert.agreement import SAME, Agreement, Row, distance
+from megatron_bp.tools.convert.checkpoint import Reader
 from megatron_bp.tools.convert.families import HuggingFace
 from megatron_bp.tools.convert.folder import WeightFolder
 from megatron_bp.tools.convert.importing import same_names
 from megatron_bp.tools.convert.model import build, one_process, sharded_weights
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.saved import Saved, saved
+from megatron_bp.tools.convert.te import stored
 
 NEAR, SHORT = 1024, 64  # tokens of the row at position 0, and of rows far out
 # Of the rows far out; all but the last two cross a multiple of 8192, and the last ends at 2 ** 20.
@@ -144,13 +147,18 @@ def load(network: Any, found: Saved) -> None:
     """Fill the model from the checkpoint. Collective."""
     from megatron.core import dist_checkpointing
 
-    state = {"model": sharded_weights(network)}
+    has = Reader(found.folder).has
+    state = {"model": {n: _as_stored(value, has) for n, value in sharded_weights(network).items()}}
     with contextlib.redirect_stdout(io.StringIO()):
         loaded = dist_checkpointing.load(state, str(found.folder))
     keys = network.load_state_dict(loaded["model"], strict=False)
     missing = [key for key in keys.missing_keys if not key.endswith("_extra_state")]
     if missing:
         raise ConvertError(f"{found.folder} has no {', '.join(missing)}, which the model needs")
+
+
+def _as_stored(weight: Any, has: Callable[[str], bool]) -> Any:
+    return dataclasses.replace(weight, key=stored(weight.key, has))
 
 
 def _clean_logits(network: Any, options: Any, start: int, tokens: Tensor, device: str) -> Tensor:

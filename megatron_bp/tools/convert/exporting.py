@@ -3,6 +3,7 @@
 Config, tokenizer and chat template are those of a folder that the model came from.
 """
 
+import dataclasses
 import json
 import shutil
 from argparse import Namespace
@@ -23,6 +24,7 @@ from megatron_bp.tools.convert.importing import TEXT_FILES
 from megatron_bp.tools.convert.model import Piece, build, one_process, pieces
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.saved import saved
+from megatron_bp.tools.convert.te import stored
 from megatron_bp.tools.convert.weights import Weight, separated
 
 SHARD_BYTES = 5_000_000_000
@@ -64,9 +66,12 @@ def export_folder(
             f"folder has no place for"
         )
     texts = folder if tokenizer is None else Folder(tokenizer, config=False)
-    with one_process():
-        parts = pieces(build(found.args, "meta"))
     reader = Reader(found.folder)
+    with one_process():
+        parts = {
+            name: [dataclasses.replace(part, key=stored(part.key, reader.has)) for part in of]
+            for name, of in pieces(build(found.args, "meta")).items()
+        }
     rows = table_rows(found.was, model, reader.size(parts[TABLES[0]][0].key)[0])
     target.mkdir(parents=True, exist_ok=True)
     dtype = _write_weights(model, reader, parts, rows, target, shard_bytes, quiet)

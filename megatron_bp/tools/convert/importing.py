@@ -23,6 +23,7 @@ from megatron_bp.tools.convert.model import (
     weight_shapes,
 )
 from megatron_bp.tools.convert.refused import ConvertError
+from megatron_bp.tools.convert.te import with_both
 from megatron_bp.tools.convert.weights import Weight, joined
 
 TRACKER, RELEASE, KEPT = "latest_checkpointed_iteration.txt", "release", "hugging_face"
@@ -79,7 +80,7 @@ def _write(folder: WeightFolder, model: HuggingFace, args: Any, place: Path, qui
     state = sharded(meta)
     if model.config.tie_word_embeddings:  # there it is the embedding once more
         state.pop("output_layer.weight", None)
-    state = with_dtypes(state, lambda name: folder.dtype(by_name[name].sources[0]))
+    state = with_both(with_dtypes(state, lambda name: folder.dtype(by_name[name].sources[0])))
     args.iteration, args.objective = 0, "ar"  # a run from it is a conversion, and is checked
     saved: dict[str, Any] = {
         "args": args,
