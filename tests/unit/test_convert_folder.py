@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import struct
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from safetensors.torch import save_file
 from tiny import save_tiny
 
 from megatron_bp.tools.convert import command
-from megatron_bp.tools.convert.exporting import _token, _write_texts, table_rows
+from megatron_bp.tools.convert.exporting import _write_texts, table_rows
 from megatron_bp.tools.convert.families import HuggingFace
 from megatron_bp.tools.convert.folder import INDEX, SINGLE, Folder, WeightFolder
 from megatron_bp.tools.convert.importing import same_names, true_ids
 from megatron_bp.tools.convert.refused import ConvertError
+from megatron_bp.tools.convert.tokens import tokens
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def test_true_ids_are_the_tokenizers(folder: Path) -> None:
     tokenizer = {"model": {"vocab": {"x": 0, "y": 4}}, "added_tokens": [{"id": 6, "content": "m"}]}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert true_ids(Folder(folder), model) == 7
-    assert (_token(tokenizer, 4), _token(tokenizer, 6), _token(tokenizer, 5)) == ("y", "m", None)
+    assert tokens(Folder(folder)) == {0: "x", 4: "y", 6: "m"}
     with pytest.raises(ConvertError, match="7 ids and its table 6 rows"):
         true_ids(Folder(folder), HuggingFace({"model_type": "llama", "vocab_size": 6}))
 
@@ -197,6 +199,81 @@ def test_the_mask_token_is_named(folder: Path, tmp_path: Path) -> None:
     assert settings == {"eos_token": "x", "mask_token": "<|mask|>"}
     with pytest.raises(ConvertError, match="has no id 5, the mask token's"):
         _write_texts(Folder(folder, config=False), out, 5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"model": null}',
+        '{"model": {"vocab": {"x": "y"}}}',
+        '{"model": {"vocab": {"x": -7}}}',
+        '{"model": {"vocab": [5]}}',
+        '{"added_tokens": [{"content": "x"}]}',
+        '{"added_tokens": 5}',
+    ],
+)
+def test_a_tokenizer_of_anybody(folder: Path, text: str) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ConvertError, match=r"tokenizer\.json"):
+        tokens(Folder(folder))
+
+
+def test_a_folder_without_tokenizer_json(folder: Path, tmp_path: Path) -> None:
+    """That of sentencepiece alone, or none: the mask is in config.json alone, which is told."""
+    (folder / "tokenizer.model").write_bytes(b"sentencepiece")
+    out = tmp_path / "out"
+    out.mkdir()
+    assert true_ids(Folder(folder), HuggingFace({"model_type": "llama", "vocab_size": 10})) == 10
+    assert "id 6, stands in" in str(_write_texts(Folder(folder), out, 6))
+    assert _write_texts(Folder(folder), out, None) is None
+    assert [file.name for file in out.iterdir()] == ["tokenizer.model"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[" * 200_000, "cannot be read as JSON"),
+        (b'{"weight_map": {"a": %s}}' % (b"9" * 5000), "cannot be read as JSON"),
+        (b"\xff\xfe", "cannot be read as JSON"),
+        (b'{"weight_map": NaN}', "has no weight_map"),
+        (b'{"weight_map": {"a": ["a.safetensors"]}}', "only plain names"),
+        (b'{"weight_map": {"a": "..\\\\a.safetensors"}}', "only plain names"),
+        (b'{"weight_map": {"a": "a\\u0000.safetensors"}}', "only plain names"),
+    ],
+)
+def test_an_index_of_nonsense(folder: Path, content: bytes, words: str) -> None:
+    (folder / INDEX).write_bytes(content)
+    with pytest.raises(ConvertError, match=words):
+        WeightFolder(folder)
+
+
+def header(size: int, **tensor: Any) -> bytes:
+    text = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | tensor})
+    return struct.pack("<Q", size or len(text)) + text.encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        header(10**9) + bytes(8),
+        header(2**63 + 5) + bytes(8),
+        header(0),
+        header(0) + bytes(16),
+        header(0, shape=[400_000]) + bytes(8),
+        header(0, shape=[-2]) + bytes(8),
+        header(0, shape=[2**62, 8]) + bytes(8),
+        header(0, data_offsets=[8, 16]) + bytes(16),
+        header(0, dtype="PICKLE") + bytes(8),
+    ],
+)
+def test_a_header_that_lies(folder: Path, content: bytes) -> None:
+    (folder / "a.safetensors").write_bytes(content)
+    with pytest.raises(ConvertError, match="no whole safetensors file"):
+        WeightFolder(folder)
+    (folder / "a.safetensors").write_bytes(header(0) + bytes(8))
+    assert WeightFolder(folder).tensor("a").tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ def _run(options: argparse.Namespace) -> None:
 
         like = options.like or checkpoint / KEPT
         size = int(options.shard_gb * 1e9)
-        export_folder(like, checkpoint, source, options.step, options.tokenizer, size)
-        print(f"{source}: written; transformers loads it")
+        note = export_folder(like, checkpoint, source, options.step, options.tokenizer, size)
+        print(f"{source}: written; transformers loads it" + (f"\nnote: {note}" if note else ""))
     else:
         from megatron_bp.tools.convert.checking import check_folder
 

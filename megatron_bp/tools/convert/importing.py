@@ -24,6 +24,7 @@ from megatron_bp.tools.convert.model import (
 )
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.te import with_both
+from megatron_bp.tools.convert.tokens import tokens
 from megatron_bp.tools.convert.weights import Weight, joined
 
 TRACKER, RELEASE, KEPT = "latest_checkpointed_iteration.txt", "release", "hugging_face"
@@ -162,12 +163,9 @@ def _same_shapes(
 def true_ids(folder: Folder, model: HuggingFace) -> int:
     """Ids that text can have: the tokenizer's, if the folder has one; tables are often padded."""
     rows = int(model.config.vocab_size)
-    if not (folder.path / "tokenizer.json").exists():
+    ids = tokens(folder)
+    if ids is None:
         return rows
-    content = folder.json("tokenizer.json")
-    vocabulary = content.get("model", {}).get("vocab", {})
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary))
-    ids = [*ids, *(token["id"] for token in content.get("added_tokens", []))]
     count = max(ids, default=-1) + 1
     if not 0 < count <= rows:
         raise ConvertError(

@@ -28,6 +28,21 @@ REFUSED = {
     "llada": "the LLaDA architecture",
     "llada2": "the LLaDA2 architecture",
 }
+# The most that each may be; a config.json may say anything.
+LIMITS = {
+    "num_hidden_layers": 10_000,
+    "num_experts": 10_000,
+    "num_experts_per_tok": 10_000,
+    "num_attention_heads": 1 << 20,
+    "num_key_value_heads": 1 << 20,
+    "head_dim": 1 << 20,
+    "hidden_size": 1 << 24,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "vocab_size": 1 << 30,
+    "max_position_embeddings": 1 << 40,
+    "decoder_sparse_step": 1 << 20,
+}
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
 
 
@@ -48,6 +63,12 @@ class HuggingFace:
             ConvertError: a model that this project does not convert.
         """
         self.family = family_of(values)
+        for name, most in LIMITS.items():
+            size = values.get(name)
+            if size is not None and not (type(size) is int and 1 <= size <= most):
+                raise ConvertError(
+                    f"config.json: {name} {size}: has to be a whole number of 1 to {most}"
+                )
         from transformers import CONFIG_MAPPING
 
         values = of_transformers(values)
@@ -56,8 +77,11 @@ class HuggingFace:
         except Exception as error:  # its checks raise errors of many kinds
             told = " ".join(str(error).split())
             raise ConvertError(f"config.json: transformers cannot read it: {told}") from error
-        self.heads: Heads = heads_of(self.config)
-        self.flags = model_flags(self.family, self.config)
+        try:
+            self.heads: Heads = heads_of(self.config)
+            self.flags = model_flags(self.family, self.config)
+        except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
+            raise ConvertError(f"config.json: a value of a wrong kind: {error!r}") from error
         at = qwen3_moe.experts_at(self.config) if self.family.experts else None
         self.weights: list[Weight] = weights(self.family, self.config, at)
 
@@ -83,22 +107,24 @@ def family_of(values: dict[str, Any]) -> Family:
     Raises:
         ConvertError: none of ours.
     """
-    for part in PARTS:
-        if part in values:
-            raise ConvertError(
-                f"config.json has a {part}: models of several kinds of input are not converted; "
-                f"save the language model alone (its weights and its text_config) in a folder"
-            )
-    if values.get("quantization_config"):
-        raise ConvertError("config.json has a quantization_config: use the unquantized weights")
     kind = str(values.get("model_type"))
-    if kind in FAMILIES:
-        return FAMILIES[kind]
     known = [name for name in REFUSED if kind == name or kind.startswith(name)]
     if known:
         longest = max(known, key=len)
         raise ConvertError(f"model_type {kind}: {REFUSED[longest]} is not implemented")
+    for part in PARTS:
+        if part in values:
+            raise ConvertError(
+                f"model_type {kind}: config.json has a {part}, and models of several kinds of "
+                f"input are not converted; save its language model alone, as docs/converting.md "
+                f"tells"
+            )
+    if values.get("quantization_config"):
+        raise ConvertError("config.json has a quantization_config: use the unquantized weights")
+    if kind in FAMILIES:
+        return FAMILIES[kind]
     raise ConvertError(
-        f"model_type {kind}: is none of {', '.join(FAMILIES)}; a new one is a file in "
-        f"megatron_bp/tools/convert/families/"
+        f"model_type {kind}: is none of {', '.join(FAMILIES)}. If its network and the names of its "
+        f"tensors are those of one of these, write that model_type in its config.json; another "
+        f"kind is a file in megatron_bp/tools/convert/families/"
     )
