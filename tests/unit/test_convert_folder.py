@@ -297,9 +297,23 @@ def test_a_refusal_is_one_line(
     monkeypatch.setattr(command.cpu, "needed", lambda: False)  # this process stays as it is
     monkeypatch.setattr(command.logging, "disable", lambda level: None)
     monkeypatch.setattr(command.warnings, "simplefilter", lambda action: None)
+    for line, words in {
+        "import gone out": "is no folder",
+        "export out gone": "--like",
+        "export out gone --like gone": "--like",
+    }.items():
+        with pytest.raises(SystemExit) as end:
+            command.main([str(folder / w) if w in ("gone", "out") else w for w in line.split()])
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert error.startswith("convert: error: ")
+        assert words in error
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "inf", "nan", "x"])
+def test_a_tolerance_without_meaning(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        command.main(["import", str(folder / "gone"), str(folder / "out")])
+        command.main(["check", "folder", "checkpoint", f"--tolerance={value}"])
     assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert error.startswith("convert: error: ")
+    assert "--tolerance" in capsys.readouterr().err

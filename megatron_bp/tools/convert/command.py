@@ -120,6 +120,11 @@ def _run(options: argparse.Namespace) -> None:
         from megatron_bp.tools.convert.importing import KEPT
 
         like = options.like or checkpoint / KEPT
+        if not like.is_dir():
+            raise ValueError(
+                f"{like} is no folder; name the Hugging Face folder that the model came from with "
+                f"--like (import leaves a copy in its CHECKPOINT/{KEPT})"
+            )
         size = int(options.shard_gb * 1e9)
         note = export_folder(like, checkpoint, source, options.step, options.tokenizer, size)
         print(f"{source}: written; transformers loads it" + (f"\nnote: {note}" if note else ""))
