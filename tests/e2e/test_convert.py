@@ -62,11 +62,11 @@ def end(rank: int, world: int, base: str) -> dict[str, tuple[bool, str]]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     base = tmp_path_factory.mktemp("convert")
-    run_ranks(1, start, str(base))
+    run_ranks(1, start, str(base), timeout=240)
     head = make_data(base / "data")
     for case in CASES:
         train(case, base, head)
-    (found,) = run_ranks(1, end, str(base))
+    (found,) = run_ranks(1, end, str(base), timeout=240)
     return base, found
 
 
