@@ -1,5 +1,6 @@
 """Tiny random models of transformers, one a family, whose layers and tensors all differ."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, YaRN without mscale": {
         "rope_parameters": {key: YARN[key] for key in list(YARN)[:6]} | {"truncate": False}
     },
+    "ministral3, as NVIDIA publishes it": {"rope_parameters": YARN},
     "qwen2, windows": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "qwen3_moe, a dense layer": {**EXPERTS, "mlp_only_layers": [1]},
 }
+NVIDIAS = "ministral3, as NVIDIA publishes it"  # which Nemotron-Labs-Diffusion is
 FAMILIES = tuple(name for name in MODELS if "," not in name)
 
 
@@ -67,6 +70,33 @@ def save_tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> No
             norm = parameter.dim() == 1 and parameter.mean() > 0.5
             parameter.copy_(random * 0.2 + 1 if norm else random * 0.2)
     model.to(dtype).save_pretrained(folder)
+
+
+def as_nvidia_publishes(folder: Path) -> None:
+    """The folder of a Ministral 3 as one of Nemotron-Labs-Diffusion: names, and code of its own."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "nemotron_labs_diffusion",
+        "architectures": ["NemotronLabsDiffusionModel"],
+        "auto_map": {"AutoModel": "modeling.NemotronLabsDiffusionModel"},
+        "block_size": 32,
+        "mask_token_id": 100,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling.py").write_text("raise SystemExit('code of the folder was run')")
+    names = {"model.": "encoder.", "lm_head.": "diffusion_head."}
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        start = next(start for start in names if name.startswith(start))
+        tensors[names[start] + name.removeprefix(start)] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def as_ministral3(name: str) -> str:
+    """A tensor's name in transformers."""
+    return name.replace("encoder.", "model.").replace("diffusion_head.", "lm_head.")
 
 
 def change(folder: Path, how: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import struct
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from safetensors.torch import save_file
 from tiny import save_tiny
 
 from megatron_bp.tools.convert import command
-from megatron_bp.tools.convert.exporting import _token, _write_texts, table_rows
+from megatron_bp.tools.convert.exporting import _write_texts, table_rows
 from megatron_bp.tools.convert.families import HuggingFace
 from megatron_bp.tools.convert.folder import INDEX, SINGLE, Folder, WeightFolder
-from megatron_bp.tools.convert.importing import _same_names, true_ids
+from megatron_bp.tools.convert.importing import same_names, true_ids
 from megatron_bp.tools.convert.refused import ConvertError
+from megatron_bp.tools.convert.tokens import tokens
 
 
 @pytest.fixture
@@ -159,13 +161,13 @@ def test_names_are_the_familys(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
     folder = WeightFolder(tmp_path)
     model = HuggingFace(folder.config)
-    _same_names(folder, model)
+    same_names(folder, model)
     fewer = HuggingFace(folder.config | {"num_hidden_layers": 2, "layer_types": None})
     with pytest.raises(ConvertError, match=r"has model\.layers\.2\..*which is not converted"):
-        _same_names(folder, fewer)
+        same_names(folder, fewer)
     more = HuggingFace(folder.config | {"num_hidden_layers": 4, "layer_types": None})
     with pytest.raises(ConvertError, match=r"lacks model\.layers\.3\."):
-        _same_names(folder, more)
+        same_names(folder, more)
 
 
 def test_true_ids_are_the_tokenizers(folder: Path) -> None:
@@ -174,7 +176,7 @@ def test_true_ids_are_the_tokenizers(folder: Path) -> None:
     tokenizer = {"model": {"vocab": {"x": 0, "y": 4}}, "added_tokens": [{"id": 6, "content": "m"}]}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert true_ids(Folder(folder), model) == 7
-    assert (_token(tokenizer, 4), _token(tokenizer, 6), _token(tokenizer, 5)) == ("y", "m", None)
+    assert tokens(Folder(folder)) == {0: "x", 4: "y", 6: "m"}
     with pytest.raises(ConvertError, match="7 ids and its table 6 rows"):
         true_ids(Folder(folder), HuggingFace({"model_type": "llama", "vocab_size": 6}))
 
@@ -200,6 +202,81 @@ def test_the_mask_token_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"model": null}',
+        '{"model": {"vocab": {"x": "y"}}}',
+        '{"model": {"vocab": {"x": -7}}}',
+        '{"model": {"vocab": [5]}}',
+        '{"added_tokens": [{"content": "x"}]}',
+        '{"added_tokens": 5}',
+    ],
+)
+def test_a_tokenizer_of_anybody(folder: Path, text: str) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ConvertError, match=r"tokenizer\.json"):
+        tokens(Folder(folder))
+
+
+def test_a_folder_without_tokenizer_json(folder: Path, tmp_path: Path) -> None:
+    """That of sentencepiece alone, or none: the mask is in config.json alone, which is told."""
+    (folder / "tokenizer.model").write_bytes(b"sentencepiece")
+    out = tmp_path / "out"
+    out.mkdir()
+    assert true_ids(Folder(folder), HuggingFace({"model_type": "llama", "vocab_size": 10})) == 10
+    assert "id 6, stands in" in str(_write_texts(Folder(folder), out, 6))
+    assert _write_texts(Folder(folder), out, None) is None
+    assert [file.name for file in out.iterdir()] == ["tokenizer.model"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[" * 200_000, "cannot be read as JSON"),
+        (b'{"weight_map": {"a": %s}}' % (b"9" * 5000), "cannot be read as JSON"),
+        (b"\xff\xfe", "cannot be read as JSON"),
+        (b'{"weight_map": NaN}', "has no weight_map"),
+        (b'{"weight_map": {"a": ["a.safetensors"]}}', "only plain names"),
+        (b'{"weight_map": {"a": "..\\\\a.safetensors"}}', "only plain names"),
+        (b'{"weight_map": {"a": "a\\u0000.safetensors"}}', "only plain names"),
+    ],
+)
+def test_an_index_of_nonsense(folder: Path, content: bytes, words: str) -> None:
+    (folder / INDEX).write_bytes(content)
+    with pytest.raises(ConvertError, match=words):
+        WeightFolder(folder)
+
+
+def header(size: int, **tensor: Any) -> bytes:
+    text = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | tensor})
+    return struct.pack("<Q", size or len(text)) + text.encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        header(10**9) + bytes(8),
+        header(2**63 + 5) + bytes(8),
+        header(0),
+        header(0) + bytes(16),
+        header(0, shape=[400_000]) + bytes(8),
+        header(0, shape=[-2]) + bytes(8),
+        header(0, shape=[2**62, 8]) + bytes(8),
+        header(0, data_offsets=[8, 16]) + bytes(16),
+        header(0, dtype="PICKLE") + bytes(8),
+    ],
+)
+def test_a_header_that_lies(folder: Path, content: bytes) -> None:
+    (folder / "a.safetensors").write_bytes(content)
+    with pytest.raises(ConvertError, match="no whole safetensors file"):
+        WeightFolder(folder)
+    (folder / "a.safetensors").write_bytes(header(0) + bytes(8))
+    assert WeightFolder(folder).tensor("a").tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
     ("ids", "there", "rows"),
     [
         (90, 128, 100),  # the padding of the run's table goes, that of the folder stays
@@ -220,9 +297,23 @@ def test_a_refusal_is_one_line(
     monkeypatch.setattr(command.cpu, "needed", lambda: False)  # this process stays as it is
     monkeypatch.setattr(command.logging, "disable", lambda level: None)
     monkeypatch.setattr(command.warnings, "simplefilter", lambda action: None)
+    for line, words in {
+        "import gone out": "is no folder",
+        "export out gone": "--like",
+        "export out gone --like gone": "--like",
+    }.items():
+        with pytest.raises(SystemExit) as end:
+            command.main([str(folder / w) if w in ("gone", "out") else w for w in line.split()])
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert error.startswith("convert: error: ")
+        assert words in error
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "inf", "nan", "x"])
+def test_a_tolerance_without_meaning(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        command.main(["import", str(folder / "gone"), str(folder / "out")])
+        command.main(["check", "folder", "checkpoint", f"--tolerance={value}"])
     assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert error.startswith("convert: error: ")
+    assert "--tolerance" in capsys.readouterr().err

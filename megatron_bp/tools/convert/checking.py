@@ -11,99 +11,47 @@ with the angles of both from one table, once the two tables of frequencies are s
 # Shapes: T tokens, V ids that both tables have.
 
 import contextlib
+import dataclasses
 import io
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_bp.tools.convert.agreement import SAME, Agreement, Row, distance
+from megatron_bp.tools.convert.checkpoint import Reader
 from megatron_bp.tools.convert.families import HuggingFace
 from megatron_bp.tools.convert.folder import WeightFolder
+from megatron_bp.tools.convert.importing import same_names
 from megatron_bp.tools.convert.model import build, one_process, sharded_weights
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.saved import Saved, saved
+from megatron_bp.tools.convert.te import stored
 
 NEAR, SHORT = 1024, 64  # tokens of the row at position 0, and of rows far out
 # Of the rows far out; all but the last two cross a multiple of 8192, and the last ends at 2 ** 20.
 STARTS = (8160, 16352, 131040, 524224, 1048512)
-SAME = 1e-5  # with one table of angles
-AS_IT_IS = 1e-3  # with transformers' own angles
-AS_IT_IS_UNTIL = 16384 + SHORT  # positions beyond are not compared so
-FREQUENCIES = 1e-6  # relative; transformers has them in float32
 SEED = 1
+HEAD = "lm_head.weight"  # in transformers
 
 
-@dataclass(frozen=True)
-class Row:
-    """Tokens at consecutive positions, and how far the two models' logits are apart there.
+def check_folder(
+    source: Path, checkpoint: Path, step: int | None = None, allowed: float = SAME
+) -> Agreement:
+    """Compare at position 0 and far out, as far as the model's positions go.
 
-    Distances are norms of the difference of a token's logits, relative to the rows' mean norm; of
-    the worst token.
-
-    Attributes:
-        start: first position.
-        tokens: how many.
-        same: with one table of angles.
-        as_it_is: with transformers' own angles.
+    Args:
+        source: a Hugging Face folder.
+        checkpoint: of a run, or imported.
+        step: of the checkpoint; None for the newest.
+        allowed: relative distance of logits.
     """
-
-    start: int
-    tokens: int
-    same: float
-    as_it_is: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether they agree; NaN does not."""
-        near = self.start + self.tokens <= AS_IT_IS_UNTIL
-        return self.same <= SAME and (not near or self.as_it_is <= AS_IT_IS)
-
-    def told(self) -> str:
-        """In words."""
-        near = self.start + self.tokens <= AS_IT_IS_UNTIL
-        return (
-            f"positions {self.start} to {self.start + self.tokens - 1}: logits differ by at most "
-            f"{self.same:.2e}, relative ({SAME:.0e} allowed); with transformers' float32 angles "
-            f"{self.as_it_is:.2e}"
-            + (f" ({AS_IT_IS:.0e} allowed)" if near else "")
-            + ("" if self.holds else ": NOT the same model")
-        )
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What was compared.
-
-    Attributes:
-        rows: of tokens.
-        frequencies: greatest relative difference of a rotary frequency.
-    """
-
-    rows: list[Row]
-    frequencies: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether the two are one model."""
-        same = self.frequencies <= FREQUENCIES
-        return same and bool(self.rows) and all(row.holds for row in self.rows)
-
-    def told(self) -> str:
-        """In words."""
-        first = (
-            f"rotary frequencies differ by at most {self.frequencies:.2e}, relative "
-            f"({FREQUENCIES:.0e} allowed)"
-        )
-        return "\n".join([first, *(row.told() for row in self.rows)])
-
-
-def check_folder(source: Path, checkpoint: Path, step: int | None = None) -> Agreement:
-    """Compare at position 0 and far out, as far as the model's positions go."""
     folder = WeightFolder(source)
     model = HuggingFace(folder.config)
+    same_names(folder, model)  # transformers would fill in what is missing with random numbers
     found = saved(model, checkpoint, step)
     vocabulary = min(int(model.config.vocab_size), int(found.args.padded_vocab_size))
     rows = list(_rows(model, vocabulary))
@@ -118,6 +66,7 @@ def check_folder(source: Path, checkpoint: Path, step: int | None = None) -> Agr
                 len(tokens),
                 distance(own[:, :vocabulary], same[:, :vocabulary]),
                 distance(own[:, :vocabulary], other[:, :vocabulary]),
+                allowed,
             )
             for (start, tokens), own, same, other in zip(rows, ours, theirs, as_it_is, strict=True)
         ],
@@ -135,20 +84,15 @@ def _rows(model: HuggingFace, vocabulary: int) -> Iterator[tuple[int, Tensor]]:
             yield start, torch.randint(vocabulary, (tokens,), generator=generator)
 
 
-def distance(found_TV: Tensor, true_TV: Tensor) -> float:
-    """Worst norm of a row of differences, relative to the mean norm of the true rows."""
-    true, found = true_TV.double(), found_TV.double()
-    error, norm = (found - true).norm(dim=1), true.norm(dim=1).mean()
-    return float((error / norm).max()) if torch.isfinite(error).all() else float("nan")
-
-
 def _theirs(
     folder: WeightFolder, model: HuggingFace, rows: list[tuple[int, Tensor]]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """float32[T, V] of each row by transformers: with exact angles; as it is; its frequencies."""
     import transformers
 
-    architecture = getattr(transformers, model.family.architecture)
+    family = model.family
+    names = {f"^{re.escape(family.trunk)}": "model.", f"^{re.escape(family.head)}$": HEAD}
+    architecture = getattr(transformers, family.architecture)
     network = architecture.from_pretrained(
         folder.path,
         config=model.config,
@@ -156,7 +100,8 @@ def _theirs(
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,
-        **({"experts_implementation": "eager"} if model.family.experts else {}),
+        **({"key_mapping": names} if family.read_as else {}),
+        **({"experts_implementation": "eager"} if family.experts else {}),
     ).eval()
 
     def logits() -> list[Tensor]:
@@ -202,13 +147,18 @@ def load(network: Any, found: Saved) -> None:
     """Fill the model from the checkpoint. Collective."""
     from megatron.core import dist_checkpointing
 
-    state = {"model": sharded_weights(network)}
+    has = Reader(found.folder).has
+    state = {"model": {n: _as_stored(value, has) for n, value in sharded_weights(network).items()}}
     with contextlib.redirect_stdout(io.StringIO()):
         loaded = dist_checkpointing.load(state, str(found.folder))
     keys = network.load_state_dict(loaded["model"], strict=False)
     missing = [key for key in keys.missing_keys if not key.endswith("_extra_state")]
     if missing:
         raise ConvertError(f"{found.folder} has no {', '.join(missing)}, which the model needs")
+
+
+def _as_stored(weight: Any, has: Callable[[str], bool]) -> Any:
+    return dataclasses.replace(weight, key=stored(weight.key, has))
 
 
 def _clean_logits(network: Any, options: Any, start: int, tokens: Tensor, device: str) -> Tensor:

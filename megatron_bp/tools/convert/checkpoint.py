@@ -7,7 +7,7 @@ read from checkpoints of one's own, never from a Hugging Face folder.
 
 import dataclasses
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,10 @@ class Reader:
             raise ConvertError(f"{self._folder} has no tensor {key}, which the model needs")
         return found
 
+    def has(self, key: str) -> bool:
+        """Whether it holds a tensor of that key."""
+        return isinstance(self._metadata.state_dict_metadata.get(key), TensorStorageMetadata)
+
     def size(self, key: str) -> tuple[int, ...]:
         """Of a whole tensor."""
         return tuple(self._tensor(key).size)
@@ -223,8 +227,3 @@ def with_dtypes(state: dict[str, Any], dtype_of: Callable[[str], torch.dtype]) -
             changes["dtype"] = dtype
         found[name] = dataclasses.replace(value, **changes)
     return found
-
-
-def keys_of(parts: Iterable[list[Piece]]) -> set[str]:
-    """The checkpoint's tensors that the parts lie in."""
-    return {piece.key for of_weight in parts for piece in of_weight}

@@ -4,41 +4,90 @@ import argparse
 import contextlib
 import io
 import logging
+import math
 import sys
 import warnings
 from pathlib import Path
 
 from megatron_bp import cpu
+from megatron_bp.tools.convert.agreement import OWN_ANGLES, SAME
 
 
 def parser() -> argparse.ArgumentParser:
     """Of the three commands."""
     main = argparse.ArgumentParser(
         prog="python -m megatron_bp.tools.convert",
-        description="Models between Hugging Face folders and Megatron checkpoints.",
+        description="Models between Hugging Face folders and Megatron checkpoints; "
+        "docs/converting.md tells more.",
     )
     commands = main.add_subparsers(dest="command", required=True)
     about = {
-        "import": "a Hugging Face folder to a checkpoint for --pretrained-checkpoint",
-        "export": "a checkpoint to a Hugging Face folder",
-        "check": "compare logits of a folder and a checkpoint",
+        "import": "a Hugging Face folder to a checkpoint, for --pretrained-checkpoint of a run",
+        "export": "a checkpoint of a run to a Hugging Face folder",
+        "check": "compare the logits of a Hugging Face folder and a checkpoint",
     }
+    folder, checkpoint = (
+        "a local folder with config.json and safetensors",
+        "the folder of a run's --save, or that import wrote",
+    )
     for name, text in about.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("hf_folder", type=Path, metavar="HF_FOLDER")
-        command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+        written = "the folder to write"
+        command.add_argument(
+            "hf_folder",
+            type=Path,
+            metavar="HF_FOLDER",
+            help=written if name == "export" else folder,
+        )
+        command.add_argument(
+            "checkpoint",
+            type=Path,
+            metavar="CHECKPOINT",
+            help=written if name == "import" else checkpoint,
+        )
         if name != "import":
-            command.add_argument("--step", type=int, help="of the checkpoint; else the newest")
+            command.add_argument(
+                "--step", type=int, metavar="N", help="of the checkpoint; by default the newest"
+            )
+        if name == "check":
+            command.add_argument(
+                "--tolerance",
+                type=positive,
+                default=SAME,
+                metavar="X",
+                help="how far logits may be apart, relative (default: %(default)s); with "
+                f"transformers' own float32 angles {OWN_ANGLES} times as far",
+            )
         if name == "export":
             command.add_argument(
                 "--like",
                 type=Path,
-                help="the folder the model came from; else CHECKPOINT/hugging_face, as import "
-                "leaves it",
+                metavar="FOLDER",
+                help="the Hugging Face folder the model came from (default: "
+                "CHECKPOINT/hugging_face, which import leaves)",
             )
-            command.add_argument("--tokenizer", type=Path, help="a folder; else that of --like")
-            command.add_argument("--shard-gb", type=float, default=5.0, help="of a file; 5")
+            command.add_argument(
+                "--tokenizer",
+                type=Path,
+                metavar="FOLDER",
+                help="with the run's tokenizer, if not that of --like",
+            )
+            command.add_argument(
+                "--shard-gb",
+                type=positive,
+                default=5.0,
+                metavar="GB",
+                help="weights of a file (default: %(default)s)",
+            )
     return main
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: has to be above 0")
+    return value
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -71,13 +120,18 @@ def _run(options: argparse.Namespace) -> None:
         from megatron_bp.tools.convert.importing import KEPT
 
         like = options.like or checkpoint / KEPT
+        if not like.is_dir():
+            raise ValueError(
+                f"{like} is no folder; name the Hugging Face folder that the model came from with "
+                f"--like (import leaves a copy in its CHECKPOINT/{KEPT})"
+            )
         size = int(options.shard_gb * 1e9)
-        export_folder(like, checkpoint, source, options.step, options.tokenizer, size)
-        print(f"{source}: written; transformers loads it")
+        note = export_folder(like, checkpoint, source, options.step, options.tokenizer, size)
+        print(f"{source}: written; transformers loads it" + (f"\nnote: {note}" if note else ""))
     else:
         from megatron_bp.tools.convert.checking import check_folder
 
-        found = check_folder(source, checkpoint, options.step)
+        found = check_folder(source, checkpoint, options.step, options.tolerance)
         print(found.told())
         if not found.holds:
             raise SystemExit(1)

@@ -3,6 +3,7 @@
 Config, tokenizer and chat template are those of a folder that the model came from.
 """
 
+import dataclasses
 import json
 import shutil
 from argparse import Namespace
@@ -17,12 +18,14 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megatron_bp.tools.convert.card import card, contract
 from megatron_bp.tools.convert.checkpoint import Reader
-from megatron_bp.tools.convert.families import HuggingFace
+from megatron_bp.tools.convert.families import HuggingFace, of_transformers
 from megatron_bp.tools.convert.folder import INDEX, SINGLE, Folder
 from megatron_bp.tools.convert.importing import TEXT_FILES
 from megatron_bp.tools.convert.model import Piece, build, one_process, pieces
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.saved import saved
+from megatron_bp.tools.convert.te import stored
+from megatron_bp.tools.convert.tokens import tokens
 from megatron_bp.tools.convert.weights import Weight, separated
 
 SHARD_BYTES = 5_000_000_000
@@ -37,8 +40,8 @@ def export_folder(
     tokenizer: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     quiet: bool = False,
-) -> None:
-    """Write `target`.
+) -> str | None:
+    """Write `target`; what the user has to know of it, if anything.
 
     Args:
         like: the folder the model came from, or its copy beside an imported checkpoint.
@@ -55,7 +58,8 @@ def export_folder(
     if target.exists() and any(target.iterdir()):
         raise ConvertError(f"{target} is not empty; give another folder, or empty it")
     folder = Folder(like)
-    model = HuggingFace(folder.config)
+    values = of_transformers(folder.config)
+    model = HuggingFace(values)
     found = saved(model, checkpoint, step)
     if getattr(found.was, "self_conditioning", 0):
         raise ConvertError(
@@ -63,19 +67,23 @@ def export_folder(
             f"folder has no place for"
         )
     texts = folder if tokenizer is None else Folder(tokenizer, config=False)
-    with one_process():
-        parts = pieces(build(found.args, "meta"))
     reader = Reader(found.folder)
+    with one_process():
+        parts = {
+            name: [dataclasses.replace(part, key=stored(part.key, reader.has)) for part in of]
+            for name, of in pieces(build(found.args, "meta")).items()
+        }
     rows = table_rows(found.was, model, reader.size(parts[TABLES[0]][0].key)[0])
     target.mkdir(parents=True, exist_ok=True)
     dtype = _write_weights(model, reader, parts, rows, target, shard_bytes, quiet)
     mask = getattr(found.was, "mask_token_id", None)
-    _write_texts(texts, target, mask)
+    note = _write_texts(texts, target, mask)
     words = contract(found.was)
     (target / "README.md").write_text(card(model, words, mask), encoding="utf-8")
-    config = _config(folder.config, model, rows, dtype, words, mask)
+    config = _config(values, model, rows, dtype, words, mask)
     text = json.dumps(config, indent=2) + "\n"
     (target / "config.json").write_text(text, encoding="utf-8")  # last: now it is whole
+    return note
 
 
 def table_rows(was: Namespace, model: HuggingFace, there: int) -> int:
@@ -148,33 +156,28 @@ def _shards(
     yield shard
 
 
-def _write_texts(folder: Folder, target: Path, mask: int | None) -> None:
-    """Copy what describes text; name the mask token to the tokenizer."""
+def _write_texts(folder: Folder, target: Path, mask: int | None) -> str | None:
+    """Copy what describes text; name the mask token to the tokenizer, or tell why not."""
     for name in TEXT_FILES:
         if (folder.path / name).exists():
             shutil.copyfile(folder.inside(name), target / name)
-    settings = target / "tokenizer_config.json"
-    if mask is None or not settings.exists() or not (target / "tokenizer.json").exists():
-        return
-    token = _token(json.loads((target / "tokenizer.json").read_text(encoding="utf-8")), mask)
-    if token is None:
+    if mask is None:
+        return None
+    settings, ids = target / "tokenizer_config.json", tokens(folder)
+    if ids is None or not settings.exists():
+        return (
+            f"{folder.path} has no tokenizer.json with a tokenizer_config.json, so that the mask "
+            f"token, id {mask}, stands in {target / 'config.json'} alone"
+        )
+    if mask not in ids:
         raise ConvertError(
             f"the tokenizer of {folder.path} has no id {mask}, the mask token's; give the run's "
             f"tokenizer with --tokenizer"
         )
-    values = json.loads(settings.read_text(encoding="utf-8")) | {"mask_token": token}
+    values = json.loads(settings.read_text(encoding="utf-8")) | {"mask_token": ids[mask]}
     text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     settings.write_text(text, encoding="utf-8")
-
-
-def _token(tokenizer: dict[str, Any], wanted: int) -> str | None:
-    for token in tokenizer.get("added_tokens", []):
-        if token["id"] == wanted:
-            return str(token["content"])
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):
-        return str(vocabulary[wanted][0]) if wanted < len(vocabulary) else None
-    return next((text for text, number in vocabulary.items() if number == wanted), None)
+    return None
 
 
 def _config(

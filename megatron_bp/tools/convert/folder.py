@@ -47,7 +47,7 @@ class Folder:
         file = self.inside(name)
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConvertError(f"{file}: cannot be read as JSON: {error}") from error
         if not isinstance(content, dict):
             raise ConvertError(f"{file}: holds a {type(content).__name__}, not an object")

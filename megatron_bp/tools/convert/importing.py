@@ -23,6 +23,8 @@ from megatron_bp.tools.convert.model import (
     weight_shapes,
 )
 from megatron_bp.tools.convert.refused import ConvertError
+from megatron_bp.tools.convert.te import with_both
+from megatron_bp.tools.convert.tokens import tokens
 from megatron_bp.tools.convert.weights import Weight, joined
 
 TRACKER, RELEASE, KEPT = "latest_checkpointed_iteration.txt", "release", "hugging_face"
@@ -58,7 +60,7 @@ def import_folder(source: Path, target: Path, quiet: bool = False) -> HuggingFac
         )
     folder = WeightFolder(source)
     model = HuggingFace(folder.config)
-    _same_names(folder, model)
+    same_names(folder, model)
     args = megatron_arguments(model, int(model.config.vocab_size), true_ids(folder, model))
     place = target / RELEASE
     place.mkdir(parents=True)
@@ -79,7 +81,7 @@ def _write(folder: WeightFolder, model: HuggingFace, args: Any, place: Path, qui
     state = sharded(meta)
     if model.config.tie_word_embeddings:  # there it is the embedding once more
         state.pop("output_layer.weight", None)
-    state = with_dtypes(state, lambda name: folder.dtype(by_name[name].sources[0]))
+    state = with_both(with_dtypes(state, lambda name: folder.dtype(by_name[name].sources[0])))
     args.iteration, args.objective = 0, "ar"  # a run from it is a conversion, and is checked
     saved: dict[str, Any] = {
         "args": args,
@@ -115,10 +117,11 @@ def _parts(
     return part
 
 
-def _same_names(folder: WeightFolder, model: HuggingFace) -> None:
+def same_names(folder: WeightFolder, model: HuggingFace) -> None:
+    """Refuse a folder that lacks a weight of its config.json's model, or has another."""
     wanted = {source for weight in model.weights for source in weight.sources}
     if model.config.tie_word_embeddings:  # some folders hold the same table twice
-        wanted |= {"lm_head.weight"} & folder.names
+        wanted |= {model.family.head} & folder.names
     missing, beyond = sorted(wanted - folder.names), sorted(folder.names - wanted)
     if missing or beyond:
         what = f"lacks {missing[0]}" if missing else f"has {beyond[0]}, which is not converted"
@@ -160,12 +163,9 @@ def _same_shapes(
 def true_ids(folder: Folder, model: HuggingFace) -> int:
     """Ids that text can have: the tokenizer's, if the folder has one; tables are often padded."""
     rows = int(model.config.vocab_size)
-    if not (folder.path / "tokenizer.json").exists():
+    ids = tokens(folder)
+    if ids is None:
         return rows
-    content = folder.json("tokenizer.json")
-    vocabulary = content.get("model", {}).get("vocab", {})
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary))
-    ids = [*ids, *(token["id"] for token in content.get("added_tokens", []))]
     count = max(ids, default=-1) + 1
     if not 0 < count <= rows:
         raise ConvertError(

@@ -6,6 +6,7 @@ from megatron_bp.tools.convert.families import (
     llama,
     ministral3,
     mistral,
+    nemotron_labs_diffusion,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -16,10 +17,8 @@ from megatron_bp.tools.convert.weights import Heads, Weight
 
 __all__ = ["Family", "HuggingFace"]
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (llama, mistral, ministral3, qwen2, qwen3, qwen3_moe)
-}
+MODULES = (llama, mistral, ministral3, nemotron_labs_diffusion, qwen2, qwen3, qwen3_moe)
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in MODULES}
 REFUSED = {
     "qwen3_5": "a hybrid of linear and full attention",
     "qwen3_next": "a hybrid of linear and full attention",
@@ -28,6 +27,21 @@ REFUSED = {
     "diffusion_gemma": "the DiffusionGemma architecture",
     "llada": "the LLaDA architecture",
     "llada2": "the LLaDA2 architecture",
+}
+# The most that each may be; a config.json may say anything.
+LIMITS = {
+    "num_hidden_layers": 10_000,
+    "num_experts": 10_000,
+    "num_experts_per_tok": 10_000,
+    "num_attention_heads": 1 << 20,
+    "num_key_value_heads": 1 << 20,
+    "head_dim": 1 << 20,
+    "hidden_size": 1 << 24,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "vocab_size": 1 << 30,
+    "max_position_embeddings": 1 << 40,
+    "decoder_sparse_step": 1 << 20,
 }
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
 
@@ -49,17 +63,42 @@ class HuggingFace:
             ConvertError: a model that this project does not convert.
         """
         self.family = family_of(values)
+        for name, most in LIMITS.items():
+            size = values.get(name)
+            if size is not None and not (type(size) is int and 1 <= size <= most):
+                raise ConvertError(
+                    f"config.json: {name} {size}: has to be a whole number of 1 to {most}"
+                )
         from transformers import CONFIG_MAPPING
 
+        values = of_transformers(values)
         try:
-            self.config: Any = CONFIG_MAPPING[self.family.model_type].from_dict(values)
+            self.config: Any = CONFIG_MAPPING[values["model_type"]].from_dict(values)
         except Exception as error:  # its checks raise errors of many kinds
             told = " ".join(str(error).split())
             raise ConvertError(f"config.json: transformers cannot read it: {told}") from error
-        self.heads: Heads = heads_of(self.config)
-        self.flags = model_flags(self.family, self.config)
+        try:
+            self.heads: Heads = heads_of(self.config)
+            self.flags = model_flags(self.family, self.config)
+        except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
+            raise ConvertError(f"config.json: a value of a wrong kind: {error!r}") from error
         at = qwen3_moe.experts_at(self.config) if self.family.experts else None
         self.weights: list[Weight] = weights(self.family, self.config, at)
+
+
+def of_transformers(values: dict[str, Any]) -> dict[str, Any]:
+    """The content of config.json as a class of transformers has it.
+
+    Where the class is in the folder, that of its trunk, with what the trunk knows of the settings.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = family_of(values).read_as
+    if kind is None:
+        return values
+    known = CONFIG_MAPPING[kind]().to_dict().keys() - {"tie_word_embeddings"}  # a head of its own
+    kept = {name: value for name, value in values.items() if name in known | {"mask_token_id"}}
+    return kept | {"model_type": kind, "tie_word_embeddings": False}
 
 
 def family_of(values: dict[str, Any]) -> Family:
@@ -68,22 +107,24 @@ def family_of(values: dict[str, Any]) -> Family:
     Raises:
         ConvertError: none of ours.
     """
-    for part in PARTS:
-        if part in values:
-            raise ConvertError(
-                f"config.json has a {part}: models of several kinds of input are not converted; "
-                f"save the language model alone (its weights and its text_config) in a folder"
-            )
-    if values.get("quantization_config"):
-        raise ConvertError("config.json has a quantization_config: use the unquantized weights")
     kind = str(values.get("model_type"))
-    if kind in FAMILIES:
-        return FAMILIES[kind]
     known = [name for name in REFUSED if kind == name or kind.startswith(name)]
     if known:
         longest = max(known, key=len)
         raise ConvertError(f"model_type {kind}: {REFUSED[longest]} is not implemented")
+    for part in PARTS:
+        if part in values:
+            raise ConvertError(
+                f"model_type {kind}: config.json has a {part}, and models of several kinds of "
+                f"input are not converted; save its language model alone, as docs/converting.md "
+                f"tells"
+            )
+    if values.get("quantization_config"):
+        raise ConvertError("config.json has a quantization_config: use the unquantized weights")
+    if kind in FAMILIES:
+        return FAMILIES[kind]
     raise ConvertError(
-        f"model_type {kind}: is none of {', '.join(FAMILIES)}; a new one is a file in "
-        f"megatron_bp/tools/convert/families/"
+        f"model_type {kind}: is none of {', '.join(FAMILIES)}. If its network and the names of its "
+        f"tensors are those of one of these, write that model_type in its config.json; another "
+        f"kind is a file in megatron_bp/tools/convert/families/"
     )

@@ -22,6 +22,8 @@ class Family:
         experts: layers may be mixtures of experts.
         own: flags beyond those of all families.
         windows: of each layer, the keys that a query sees, itself included; None for all.
+        read_as: the model type of transformers that it is, where its own class is in its folder.
+        trunk, head: how the names of its tensors start, and the head's name.
     """
 
     model_type: str
@@ -31,6 +33,9 @@ class Family:
     experts: bool = False
     own: Callable[[Any], dict[str, Any]] = lambda config: {}
     windows: Callable[[Any], list[int | None]] = lambda config: [None] * config.num_hidden_layers
+    read_as: str | None = None
+    trunk: str = "model."
+    head: str = "lm_head.weight"
 
 
 def heads_of(config: Any) -> Heads:
@@ -122,19 +127,20 @@ def weights(family: Family, config: Any, experts_at: list[bool] | None = None) -
         config: its config.
         experts_at: whether each layer is a mixture of experts; None for none.
     """
-    found = [Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
+    found = [Weight("embedding.word_embeddings.weight", (family.trunk + "embed_tokens.weight",))]
     for layer in range(config.num_hidden_layers):
         mixture = experts_at is not None and experts_at[layer]
         found += _attention(family, layer)
-        found += _experts(layer, config.num_experts) if mixture else _dense(layer)
-    found.append(Weight("decoder.final_layernorm.weight", ("model.norm.weight",)))
+        ours, theirs = f"decoder.layers.{layer}.mlp.", f"{family.trunk}layers.{layer}.mlp."
+        found += _experts(ours, theirs, config.num_experts) if mixture else _mlp(ours, theirs)
+    found.append(Weight("decoder.final_layernorm.weight", (family.trunk + "norm.weight",)))
     if not config.tie_word_embeddings:
-        found.append(Weight("output_layer.weight", ("lm_head.weight",)))
+        found.append(Weight("output_layer.weight", (family.head,)))
     return found
 
 
 def _attention(family: Family, layer: int) -> list[Weight]:
-    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    ours, theirs = f"decoder.layers.{layer}.", f"{family.trunk}layers.{layer}."
     own, attention = ours + "self_attention.", theirs + "self_attn."
     found = [Weight(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",))]
     for what in ("weight", "bias") if family.qkv_bias else ("weight",):
@@ -149,12 +155,7 @@ def _attention(family: Family, layer: int) -> list[Weight]:
     return [*found, Weight(ours + "pre_mlp_layernorm.weight", (norm,))]
 
 
-def _dense(layer: int) -> list[Weight]:
-    return _mlp(f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp.")
-
-
-def _experts(layer: int, experts: int) -> list[Weight]:
-    ours, theirs = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+def _experts(ours: str, theirs: str, experts: int) -> list[Weight]:
     found = [Weight(ours + "router.weight", (theirs + "gate.weight",))]
     for expert in range(experts):
         found += _mlp(f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}.")
