@@ -126,7 +126,7 @@ def test_a_file_that_is_not_there_and_one_that_is_no_mapping(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "published", "digit"),
     [
-        ("nemotron_3b", 3.4, 0.1),
+        ("nemotron_3b", 3.83, 0.01),
         ("nemotron_8b", 8.4, 0.1),
         ("nemotron_14b", 13.5, 0.1),
         ("diffusion_gemma_26b_a4b", 25.2, 0.1),
