@@ -36,7 +36,8 @@ from megatron_bp.data.checks import check_indexed
 from megatron_bp.training.saving import check_load
 
 # Megatron's defaults that do not fit block diffusion, or the local spec without Apex. A run that is
-# asked to end saves first; its own hooks of asynchronous saves are into "mcore".
+# asked to end saves first; its own hooks of asynchronous saves are into "mcore"; and it divides by the
+# interval of evaluations, which has no default.
 DEFAULTS: dict[str, str | None] = {
     "--transformer-impl": "local",
     "--micro-batch-size": "1",
@@ -49,6 +50,7 @@ DEFAULTS: dict[str, str | None] = {
     "--moe-token-dispatcher-type": "alltoall",
     "--exit-signal-handler": None,
     "--async-strategy": "mcore",
+    "--eval-interval": "1000",
     "--dist-ckpt-optim-fully-reshardable": None,
 }
 

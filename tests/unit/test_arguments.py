@@ -286,6 +286,7 @@ def test_defaults_that_fit_block_diffusion(data: str) -> None:
     assert (args["micro_batch_size"], args["transformer_impl"]) == (1, "local")
     assert args["calculate_per_token_loss"] is True
     assert args["distributed_backend"] == "gloo"
+    assert args["eval_interval"] == 1000, "Megatron divides by it"
 
 
 @pytest.mark.ranks
