@@ -36,8 +36,8 @@ from megatron_bp.data.checks import check_indexed
 from megatron_bp.training.saving import check_load
 
 # Megatron's defaults that do not fit block diffusion, or the local spec without Apex. A run that is
-# asked to end saves first; its own hooks of asynchronous saves are into "mcore"; and it divides by the
-# interval of evaluations, which has no default.
+# asked to end saves first; its own hooks of asynchronous saves are into "mcore"; the interval of
+# evaluations, which has no default, it divides by.
 DEFAULTS: dict[str, str | None] = {
     "--transformer-impl": "local",
     "--micro-batch-size": "1",
