@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every check that needs no GPU: the environment, static checks, then tests, cheapest tier first.
 # Arguments go to pytest; a path among them (tests/unit/test_x.py) replaces the tiers.
-# As many tests run at once as there are cores, 4 at most; of ranks and real runs too, which wait for much.
+# As many tests run at once as there are cores, 4 at most; of ranks and real runs too, which wait for much. Tests of
+# a file of real runs stay together, since they share runs.
 #   scripts/test.sh -k blocks
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -45,8 +46,9 @@ done
 ran=0
 for tier in "${tiers[@]}"; do
   if [ -n "$tier" ] && [ ! -d "$tier" ]; then continue; fi
-  before=${#empty[@]} workers=()
-  [ -n "$tier" ] && workers=(-n logical --maxprocesses 4 --dist worksteal)
+  before=${#empty[@]} workers=() dist=worksteal
+  [ "$tier" = tests/e2e ] && dist=loadfile
+  [ -n "$tier" ] && workers=(-n logical --maxprocesses 4 --dist "$dist")
   check "${tier:-pytest}" python -m pytest ${tier:+"$tier"} "${workers[@]}" "$@"
   [ "${#empty[@]}" -eq "$before" ] && ran=1
 done
