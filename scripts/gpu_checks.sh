@@ -4,7 +4,7 @@
 # Megatron-core the tests of whole runs are skipped.
 #   scripts/gpu_checks.sh runs/gpu
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 out=${1:-${OUT:?gpu_checks.sh: give a folder for the reports, as in: scripts/gpu_checks.sh runs/gpu}}
 python=${PYTHON:-.venv/bin/python}

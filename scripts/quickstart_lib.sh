@@ -1,7 +1,7 @@
 # Sourced by the quickstarts, in the project's root, with the quickstart's name in `name` and the folder of its
 # runs and logs in `runs`. Makes the environment; `say`, `prepare_python` and `train` are its parts in common.
 # shellcheck shell=bash
-# shellcheck disable=SC2034  # python, pydata and more are for who sources it
+# shellcheck disable=SC2034,SC2154  # python, pydata and more are for who sources it; name, runs are from there
 
 scripts/environment.sh
 begin=$SECONDS

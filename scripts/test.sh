@@ -5,7 +5,7 @@
 # a file of real runs stay together, since they share runs.
 #   scripts/test.sh -k blocks
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 begin=$SECONDS
 scripts/environment.sh || exit 1

