@@ -87,6 +87,25 @@ def test_a_link_inside_the_folder_is_read(folder: Path) -> None:
     assert WeightFolder(folder).tensor("a").sum() == 6
 
 
+@pytest.mark.parametrize(
+    ("kept", "held"), [("blobs", True), ("others", False), ("snapshots/main", False)]
+)
+def test_links_of_the_hubs_cache(folder: Path, tmp_path: Path, kept: str, held: bool) -> None:
+    """A snapshot's files are links to the blobs of the same model, and to nothing else."""
+    model = tmp_path / "models--owner--name"
+    snapshot = model / "snapshots" / "c0ffee"
+    (model / kept).mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(folder.iterdir()):
+        file.rename(model / kept / str(number))
+        (snapshot / file.name).symlink_to(f"../../{kept}/{number}")
+    if held:
+        assert WeightFolder(snapshot).tensor("a").sum() == 6
+    else:
+        with pytest.raises(ConvertError, match="outside of the folder"):
+            WeightFolder(snapshot)
+
+
 @pytest.mark.parametrize("how", ["alone", "in the index", "named safetensors"])
 def test_no_pickle_is_executed(folder: Path, how: str) -> None:
     mark = folder.parent / "executed"

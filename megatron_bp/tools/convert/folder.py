@@ -54,7 +54,7 @@ class Folder:
         return content
 
     def inside(self, name: str) -> Path:
-        """The file of that name, in the folder itself.
+        """The file of that name, in the folder itself or where its cache has it.
 
         Raises:
             ConvertError: a name that leads elsewhere, or no such file.
@@ -67,12 +67,22 @@ class Folder:
         file = self.path / name
         if not file.is_file():
             raise ConvertError(f"{self.path} has no {name}")
-        if file.resolve().parent != self.path.resolve():
+        if file.resolve().parent not in places(self.path.resolve()):
             raise ConvertError(
                 f"{file} is a link to {file.resolve()}, outside of the folder; if that is meant, "
                 f"copy the folder with its links resolved (cp -rL)"
             )
         return file
+
+
+def places(folder: Path) -> set[Path]:
+    """Where files of a folder may lie: in it; of a snapshot in the hub's cache, beside it too.
+
+    The cache is models--OWNER--NAME/snapshots/COMMIT, whose files are links to ../../blobs.
+    """
+    model = folder.parent.parent
+    cached = folder.parent.name == "snapshots" and model.name.startswith("models--")
+    return {folder, model / "blobs"} if cached else {folder}
 
 
 class WeightFolder(Folder):
