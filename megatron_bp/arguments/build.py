@@ -98,10 +98,12 @@ def model_config(args: Namespace) -> GPTModelConfig:
 
     if args.objective == "ar":
         plain: GPTModelConfig = gpt_config_from_args(args)
+        plain.rope_scaling_factor = args.rope_scaling_factor
         # The parser has no flag for it, and rows are as long as they are.
         plain.transformer.variable_seq_lengths = args.pipeline_model_parallel_size > 1
         return plain
     config: BDLMModelConfig = gpt_config_from_args(args, model_config_cls=BDLMModelConfig)
+    config.rope_scaling_factor = args.rope_scaling_factor  # which Megatron leaves at its default
     config.block_parallel_size = args.block_parallel_size
     config.clean_shard_size = args.bdlm_clean_shard_size
     if args.self_conditioning > 0:

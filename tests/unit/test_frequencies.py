@@ -1,11 +1,13 @@
 """Rotary frequencies, angles and the scale of queries, against formulas and transformers."""
 
 import math
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from megatron_bp.attention.layout import Layout
 from megatron_bp.attention.query_scale import QueryScale
@@ -140,3 +142,24 @@ def test_query_scale_is_that_of_transformers() -> None:
 def test_numbers_without_meaning_are_refused(beta: float, length: int) -> None:
     with pytest.raises(ValueError, match="--query-scale-"):
         QueryScale(beta, length)
+
+
+def factors_on_rank(rank: int, world: int, config: dict[str, Any]) -> list[float]:
+    """Llama 3's factor in the config of Megatron's own model, and of ours."""
+    from megatron_bp.arguments.build import model_config
+    from megatron_bp.tools.convert.families import HuggingFace
+    from megatron_bp.tools.convert.model import megatron_arguments
+
+    args = megatron_arguments(HuggingFace(config), 64, 64)
+    kinds = [model_config(Namespace(**vars(args) | {"objective": o})) for o in ("ar", "nemotron")]
+    return [kind.rope_scaling_factor for kind in kinds]
+
+
+@pytest.mark.ranks
+def test_llama_3s_factor_reaches_the_model() -> None:
+    """Megatron passes on that there is one, and leaves 8 in its place."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
+    config |= {"intermediate_size": 48, "num_attention_heads": 2, "rope_parameters": rope}
+    assert run_ranks(1, factors_on_rank, config) == [[32.0, 32.0]]
