@@ -43,9 +43,10 @@ def nemotron(layers: int, hidden: int, width: int, theta: float = 1e6) -> dict[s
 
 
 def qwen3(layers: int, hidden: int, width: int, heads: int, tied: bool) -> dict[str, Any]:
-    """Of huggingface.co/Qwen/Qwen3-0.6B and up, dense."""
+    """Of huggingface.co/Qwen/Qwen3-0.6B-Base and up, dense."""
     return {
         "model_type": "qwen3",
+        "eos_token_id": 151643,
         "vocab_size": 151936,
         "num_hidden_layers": layers,
         "hidden_size": hidden,

@@ -73,3 +73,6 @@ def test_a_recipe_is_the_published_model(recipe: str) -> None:
     args = parsed([str(CONFIGS / f"{recipe}.yaml")])[1]
     assert differences(converted(name), args, NUMBERS) == []
     assert task_of(args).shape.parameters == count_of_transformers(name)
+    ids = {"mask_token_id": args.mask_token_id, "eos_token_id": args.null_tokenizer_eod_id}
+    published = PUBLISHED[name][0]
+    assert ids == {name: published.get(name, id) for name, id in ids.items()}

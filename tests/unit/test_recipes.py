@@ -31,13 +31,48 @@ NAME = re.compile(
 )
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*h200*.yaml"))
 NEMOTRON = ("nemotron_3b", "nemotron_8b", "nemotron_14b")
-# Objective, block, weights of its two terms, what clean rows see.
-OBJECTIVES = {
-    "paper": ("block_diffusion", 256, 1, 0, "block"),
-    "nvidia": ("nemotron", 64, 0.3, 1.0, "token"),
-    "sdar": ("block_diffusion", 32, 1, 0, "block"),
-    "fast_dllm_v2": ("fast_dllm_v2", 32, 1, 0, "block"),
+# Flags that say what is trained: those of BD3-LM, and where an objective has others.
+BOUND = {
+    "noise": "absorbing",
+    "noise_per": "block",
+    "noise_schedule": "linear",
+    "noise_interval": [0.001, 1.0],
+    "antithetic": False,
+    "corrupted_copies": 1,
+    "complementary_copies": False,
+    "never_corrupt_ids": [],
+    "alignment": "same",
+    "scored_tokens": "corrupted",
+    "loss_weighting": "bound",
+    "loss_count": "supervised",
+    "exclude_mask_logit": False,
+    "diffusion_loss_weight": 1.0,
+    "ar_loss_weight": 0.0,
+    "self_conditioning": 0.0,
+    "clean_relation": "block",
+    "own_relation": "bidirectional",
 }
+OBJECTIVES = {
+    "paper": {"diffusion_block_size": 256},
+    "nvidia": {
+        "diffusion_block_size": 64,
+        "noise_per": "document",
+        "loss_weighting": "inverse_p",
+        "loss_count": "joint",
+        "clean_relation": "token",
+        "diffusion_loss_weight": 0.3,
+        "ar_loss_weight": 1.0,
+    },
+    "sdar": {"diffusion_block_size": 32},
+    "fast_dllm_v2": {
+        "diffusion_block_size": 32,
+        "alignment": "next",
+        "corrupted_copies": 2,
+        "complementary_copies": True,
+        "loss_weighting": "one",
+    },
+}
+RATES = {"sft": 1e-5, "conversion": 2e-5}
 
 
 @dataclass(frozen=True)
@@ -105,8 +140,9 @@ def test_a_recipe_is_what_its_name_says_and_fits(name: str) -> None:
     assert args.seq_length == said.tokens
     mode = parallel_mode(args.block_parallel_size, args.context_parallel_size)
     assert mode.lower() == said.mode
-    got = (args.objective, args.diffusion_block_size, args.diffusion_loss_weight)
-    assert (*got, args.ar_loss_weight, args.clean_relation) == OBJECTIVES[said.objective]
+    want = BOUND | OBJECTIVES[said.objective]
+    assert {flag: getattr(args, flag) for flag in want} == want
+    assert (args.bf16, args.lr) == (True, RATES[said.task])
     assert args.chats == (said.task == "sft")
     assert args.block_grid == ("response" if said.task == "sft" else "document")
     assert gpu_bytes(name)[1] <= 0.9 * gpu_named("h200").memory, "a tenth stays free"
