@@ -56,8 +56,9 @@ def _built(args: Namespace) -> tuple[SampleDataset | None, ...]:
     evaluation = args.eval_iters * args.eval_global_batch_size if args.eval_iters else 0
     training = args.train_samples or (args.train_iters or 0) * args.global_batch_size
     sizes: list[int | None] = [0 if args.skip_train else training, evaluation, evaluation]
-    barrier = torch.distributed.barrier
-    torch.distributed.barrier = lambda *args, **kwargs: None
+    distributed: Any = torch.distributed
+    barrier = distributed.barrier
+    distributed.barrier = lambda *args, **kwargs: None
     try:
         return build_datasets(
             arguments.dataset_config(args),
@@ -67,7 +68,7 @@ def _built(args: Namespace) -> tuple[SampleDataset | None, ...]:
             args.micro_batch_size,
         )
     finally:
-        torch.distributed.barrier = barrier
+        distributed.barrier = barrier
 
 
 def rows_of(micro_batch: int, replica: int) -> range:
