@@ -98,7 +98,7 @@ show_preflight() {
 # Args: what was done until now.
 queue_again() {
   if [ -n "$ended" ]; then
-    say "$1; the job itself was ended (scancel, or its time limit), so it is not queued again"
+    say "$1; the job itself was ended (scancel, or its time limit), so it is not queued again from here"
     exit 0
   fi
   if [ "$restart" -ge "$most" ]; then
