@@ -464,12 +464,19 @@ PLACE = "echo $SLURM_PROCID.$SLURM_LOCALID.$SLURM_NODEID of $SLURM_NNODES; exit 
 
 
 def test_the_stand_in_counts_nodes_tasks_and_codes_as_slurm(submit: Callable[[str], Job]) -> None:
-    """-N beyond the allocation is refused; tasks know their place; the highest code ends it."""
+    """-N beyond the allocation is refused; tasks know their place; the highest code ends it.
+
+    SLURM_NTASKS of the environment wins over --ntasks-per-node, and -n over both.
+    """
     refused = "srun -N 3 true || echo refused $?"
-    job = submit(f"{refused}\nsrun -N 2 --ntasks-per-node 2 sh -c '{PLACE}'\n")
+    habit = "SLURM_NTASKS=4 srun -N 2 --ntasks-per-node 1"
+    job = submit(
+        f"{refused}\n{habit} echo A\n{habit} -n 2 echo B\nsrun -N 2 --ntasks-per-node 2 sh -c '{PLACE}'\n"
+    )
     assert job.wait(20) == 3, job.text()
     told = job.output.read_text()
     assert "Only allocated 2 nodes asked for 3\nrefused 1\n" in told
+    assert (told.count("A\n"), told.count("B\n"), told.count("can't honor")) == (4, 2, 1)
     places = sorted(line for line in told.splitlines() if " of 2" in line)
     assert places == ["0.0.0 of 2", "1.1.0 of 2", "2.0.1 of 2", "3.1.1 of 2"]
 
