@@ -89,7 +89,7 @@ def log(job: Job, name: str, node: int) -> str:
 
 
 def meet_at_the_first_host(job: Job, name: str, nodes: int = 2, more: str = "") -> None:
-    """Each node of a step started this line: the command line of the job, and a meeting point."""
+    """Each node of a step started this line once: the command line of the job, and a meeting point."""
     for node in range(nodes):
         host = str(node == 0).lower()
         line = (
@@ -100,7 +100,7 @@ def meet_at_the_first_host(job: Job, name: str, nodes: int = 2, more: str = "") 
             f"--local-addr {job.hosts[node]} --max-restarts 0 "
             f"pretrain_bdlm.py my run.yaml --save a b {more}\n"
         )
-        assert line in log(job, name, node)
+        assert log(job, name, node).count(line) == 1, job.text()
 
 
 # Every node has its 16 CPUs, is not bound to some of them, and has settings.sh's variables.
@@ -470,9 +470,8 @@ def test_the_stand_in_counts_nodes_tasks_and_codes_as_slurm(submit: Callable[[st
     """
     refused = "srun -N 3 true || echo refused $?"
     habit = "SLURM_NTASKS=4 srun -N 2 --ntasks-per-node 1"
-    job = submit(
-        f"{refused}\n{habit} echo A\n{habit} -n 2 echo B\nsrun -N 2 --ntasks-per-node 2 sh -c '{PLACE}'\n"
-    )
+    counted = f"{refused}\n{habit} echo A\n{habit} -n 2 echo B\n"
+    job = submit(f"{counted}srun -N 2 --ntasks-per-node 2 sh -c '{PLACE}'\n")
     assert job.wait(20) == 3, job.text()
     told = job.output.read_text()
     assert "Only allocated 2 nodes asked for 3\nrefused 1\n" in told
