@@ -89,7 +89,7 @@ def log(job: Job, name: str, node: int) -> str:
 
 
 def meet_at_the_first_host(job: Job, name: str, nodes: int = 2, more: str = "") -> None:
-    """Each node of a step started this line once: the command line of the job, and a meeting point."""
+    """Each node of a step started this once: the command line of the job, and a meeting point."""
     for node in range(nodes):
         host = str(node == 0).lower()
         line = (
