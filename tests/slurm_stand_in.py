@@ -3,11 +3,16 @@
 Nodes are addresses 127.x.y.z with processes of their own; they and the number are of one job alone.
 What scripts/slurm/ uses is done as Slurm does it; an option that is not known here is an error:
 
+- A node has 8 GPUs and 16 CPUs. With `--exclusive` a job has all of them, and `SLURM_GPUS_ON_NODE`
+  says so; what was asked for is in `SLURM_GPUS_PER_NODE`.
 - `#SBATCH` lines end at the first command; the command line of sbatch wins over them. What runs is
   a copy of the batch script, in the folder of sbatch or of `--chdir`.
 - A step's tasks get the step's environment (`--export`), their node's name and numbers, and an
   output file of each node. srun ends with the highest code of its tasks; with
-  `--kill-on-bad-exit` the first bad one ends all of the step.
+  `--kill-on-bad-exit` the first bad one ends all of the step. What `--cpus-per-task` and
+  `--cpu-bind` are is not done, but told to the tasks in SLURM_CPUS_PER_TASK and SLURM_CPU_BIND.
+- srun takes `--ntasks` from the SLURM_NTASKS that `--ntasks-per-node` of sbatch made, and more of
+  them than its own `--nodes` and `--ntasks-per-node` say win over these, as before Slurm 23.02.5.
 - `--signal=[B:]NAME@SECONDS` reaches only what Slurm started itself: the tasks of a step and not
   their children, as proctrack/cgroup has it; with `B:` the batch shell alone. It is sent once, and
   nobody gets it if no step is there. `scancel` sends SIGTERM to tasks and to the batch shell.
@@ -117,18 +122,28 @@ class Job:
         shutil.copy(script, state / "slurm_script")
         self._start()
 
-    def _start(self) -> None:
+    def _of_slurm(self) -> dict[str, str]:
+        """What the batch shell is told of the job."""
         nodes, gpus = int(self.options["nodes"]), self.options["gpus-per-node"]
+        told = {"JOB_ID": self.id, "JOB_NODELIST": ",".join(self.hosts[:nodes]), "NODEID": "0"}
+        told |= {"JOB_NUM_NODES": str(nodes), "NNODES": str(nodes), "GPUS_PER_NODE": gpus}
+        counts = [int(part.rpartition(":")[2]) for part in gpus.split(",")]
+        whole = "exclusive" in self.options
+        told |= {"GPUS_ON_NODE": str(8 if whole else sum(counts))}
+        told |= {"CPUS_ON_NODE": "16" if whole else "2"}
+        if "ntasks-per-node" in self.options:
+            each = self.options["ntasks-per-node"]
+            told |= {"NTASKS_PER_NODE": each, "NTASKS": str(nodes * int(each))}
+        if self.restarts:
+            told |= {"RESTART_COUNT": str(self.restarts)}
+        return {f"SLURM_{name}": value for name, value in told.items()}
+
+    def _start(self) -> None:
         shutil.rmtree(self.state / "tasks", ignore_errors=True)
         (self.state / "tasks").mkdir()
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PMI"))}
         clean |= {"PATH": f"{self.state / 'bin'}:{clean['PATH']}", "STAND_IN": str(self.state)}
-        clean |= {"SLURM_JOB_ID": self.id, "SLURM_JOB_NODELIST": ",".join(self.hosts[:nodes])}
-        clean |= {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes)}
-        clean |= {"SLURM_GPUS_ON_NODE": gpus, "SLURM_CPUS_ON_NODE": "2", "SLURM_NODEID": "0"}
-        clean |= {"SLURMD_NODENAME": self.hosts[0]}
-        if self.restarts:
-            clean["SLURM_RESTART_COUNT"] = str(self.restarts)
+        clean |= {**self._of_slurm(), "SLURMD_NODENAME": self.hosts[0]}
         self._mark = clean[JOB] = os.urandom(16).hex()
         clean["STAND_IN_REQUEUE"] = str(int("requeue" in self.options))
         with self.output.open("ab") as file:
@@ -201,11 +216,22 @@ def kill_all(name: str, value: str) -> None:
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
+def placed(nodes: int, per_node: int | None, tasks: int | None) -> list[int]:
+    """The node of each task of a step."""
+    if tasks is None:
+        tasks = nodes * (per_node or 1)
+    nodes = min(nodes, tasks)
+    if per_node and tasks > nodes * per_node:
+        print(f"srun: warning: can't honor --ntasks-per-node {per_node} with {tasks} tasks")
+    return [task * nodes // tasks for task in range(tasks)]
+
+
 def srun(arguments: list[str]) -> int:
-    """Tasks of one step, one a node; the highest exit code."""
+    """Tasks of one step; the highest exit code."""
     parser = argparse.ArgumentParser("srun", allow_abbrev=False)
     parser.add_argument("-N", "--nodes", type=int, default=int(os.environ["SLURM_JOB_NUM_NODES"]))
-    parser.add_argument("--ntasks-per-node", type=int, default=1)
+    parser.add_argument("-n", "--ntasks", type=int, default=os.environ.get("SLURM_NTASKS"))
+    parser.add_argument("--ntasks-per-node", type=int)
     parser.add_argument("--output", default="-")
     parser.add_argument("--export", default=os.environ.get("SLURM_EXPORT_ENV", "ALL"))
     parser.add_argument("--kill-on-bad-exit", type=int, default=0)
@@ -225,13 +251,15 @@ def srun(arguments: list[str]) -> int:
     if options.export != "ALL":
         names = ("PATH", "HOME", "STAND_IN", *options.export.split(","))
         kept = {k: v for k, v in kept.items() if k.startswith("SLURM") or k in names}
-    count = options.nodes * options.ntasks_per_node
+    places = placed(options.nodes, options.ntasks_per_node, options.ntasks)
+    count = len(places)
     kept |= {"SLURM_NNODES": str(options.nodes), "SLURM_NTASKS": str(count), STEP: mark}
+    kept |= {"SLURM_CPUS_PER_TASK": str(options.cpus_per_task or 1)}
+    kept |= {"SLURM_CPU_BIND": options.cpu_bind or "cores"}
     tasks = []
-    for task in range(count):
-        node = task // options.ntasks_per_node
+    for task, node in enumerate(places):
         own = {"SLURM_NODEID": node, "SLURM_PROCID": task, "SLURMD_NODENAME": hosts[node]}
-        own["SLURM_LOCALID"] = task % options.ntasks_per_node
+        own["SLURM_LOCALID"] = task - places.index(node)
         name = options.output.replace("%N", hosts[node]).replace("%t", str(task))
         with contextlib.ExitStack() as files:
             output = None if name == "-" else files.enter_context(open(name, "ab"))
@@ -255,7 +283,7 @@ def srun(arguments: list[str]) -> int:
             codes[number] = code if code >= 0 else 128 - code
             (state / "tasks" / str(task_process.pid)).unlink()
             if code:
-                host = hosts[number // options.ntasks_per_node]
+                host = hosts[places[number]]
                 print(f"srun: error: {host}: task {number}: code {codes[number]}")
                 if options.kill_on_bad_exit:
                     kill_all(STEP, mark)

@@ -6,7 +6,7 @@ own address, the others connect, and all must mean the same meeting. In two seco
 A rank of a run waits for SIGUSR1 and leaves files in SEEN: `ready` when it waits, `stopped` with
 how many signals came. Variables of a test: from start number LONG on ranks end at once; LATE ranks
 have their handler 1.5 s later; BAD is the exit code of rank 3; PREFLIGHT is that of a preflight's
-ranks, and SLOW its seconds.
+ranks, and SLOW its seconds; VERDICT is what it prints last.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 
 PATIENCE = 2.0
-NAMES = ("SET_UP", "PYTORCH_ALLOC_CONF", "NCCL_NVLS_ENABLE", "WRAPPED")  # are printed
+NAMES = ("SET_UP", "WRAPPED", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND")  # are printed
+NAMES += ("CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF")
+NAMES += ("NCCL_NVLS_ENABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 SEEN = Path(os.environ["SEEN"])
 
 
@@ -80,7 +82,8 @@ def preflight(number: int) -> int:
         print("Preflight of run.yaml on 4 ranks", flush=True)
         (SEEN / "preflight").touch()
         time.sleep(float(os.environ.get("SLOW", "0")))
-        print("preflight:", "1 of 10 checks failed" if code else "all 10 checks passed", flush=True)
+        usual = "1 of 10 checks failed" if code else "all 10 checks passed"
+        print("preflight:", os.environ.get("VERDICT", usual), flush=True)
         told.touch()
     while not told.exists():  # all ranks end with rank 0's verdict
         time.sleep(0.02)
@@ -90,7 +93,7 @@ def preflight(number: int) -> int:
 def main(words: list[str]) -> int:
     """torchrun: the ranks of this node; 1 if one failed."""
     print("line:", *words, flush=True)
-    print("set:", *(os.environ.get(name, "") for name in NAMES))
+    print("set:", *(os.environ.get(name, "-") for name in NAMES))
     sys.stdout.flush()
     assert words[:2] == ["-m", "torch.distributed.run"]
     at = words.index("--max-restarts") + 2

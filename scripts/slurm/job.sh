@@ -6,7 +6,7 @@
 #   CONTAINER       words before the command on a node, such as "apptainer exec --nv IMAGE.sif"
 #   SRUN_ARGS       more words for srun, such as "--container-image=IMAGE --container-mounts=/data"
 #   PYTHON          default .venv/bin/python
-#   RANKS_PER_NODE  default: the GPUs of a node
+#   RANKS_PER_NODE  default: the GPUs of a node that were asked for
 #   LOGS            default runs/slurm; every job has a folder in it, and every node two files for each start
 #   MAX_RESTARTS    default 100; how often a job is queued again
 set -euo pipefail
@@ -17,9 +17,35 @@ fail() {
   exit 2
 }
 
+# Refuses what is not of digits alone, which bash would take for 0, for false or for a name.
+# Args: what has the value; the value; the least that it may be; the way out.
+whole() {
+  if ! [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || [ "$2" -lt "$3" ]; then
+    fail "$1 is '$2', and must be a whole number from $3 to 999999999, without a sign or zeros before it: $4"
+  fi
+}
+
+# Sets RANKS_PER_NODE where it is not: one for each GPU of a node that was asked for, in --gpus-per-node=8, h200:8
+# or h200:4,a100:4. Not for each that the job has, as those are all of the node with --exclusive.
+count_ranks() {
+  local parts part sum=0
+  if [ -z "${RANKS_PER_NODE:-}" ]; then
+    IFS=, read -ra parts <<< "${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
+    if [ ${#parts[@]} -eq 0 ]; then fail "Slurm gives no GPUs: set RANKS_PER_NODE"; fi
+    for part in "${parts[@]}"; do
+      whole "the number in --gpus-per-node, $part," "${part##*:}" 0 "ask for [TYPE:]NUMBER, or set RANKS_PER_NODE"
+      sum=$((sum + ${part##*:}))
+    done
+    RANKS_PER_NODE=$sum
+  fi
+  whole RANKS_PER_NODE "$RANKS_PER_NODE" 1 "unset it for one for each GPU that --gpus-per-node asks for"
+  export RANKS_PER_NODE
+}
+
 # On all nodes at once: node.sh with arguments.
 # Args: what it is called in its logs and at its meeting point; the arguments.
 #
+# --ntasks: else srun would take it from sbatch, and --ntasks-per-node=8 there would mean 8 node.sh a node.
 # --cpus-per-task: srun does not take it from the job, and would bind all ranks of a node to one core.
 # --kill-on-bad-exit: ranks of other nodes would wait in a collective for those of a node that failed.
 # --export: what is exported here must come through even if the job was submitted with --export=NONE.
@@ -29,8 +55,9 @@ on_nodes() {
   read -ra more <<< "${SRUN_ARGS:-}"
   read -ra container <<< "${CONTAINER:-}"
   export RDZV_ID=$SLURM_JOB_ID-$name
-  local step=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}"
-    --cpu-bind=none --kill-on-bad-exit=1 --export=ALL --output="$logs/$name-%N.log")
+  local step=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
+    --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --kill-on-bad-exit=1 --export=ALL
+    --output="$logs/$name-%N.log")
   srun "${step[@]}" "${more[@]}" "${container[@]}" bash scripts/slurm/node.sh "$@"
 }
 
@@ -71,7 +98,7 @@ show_preflight() {
 # Args: what was done until now.
 queue_again() {
   if [ -n "$ended" ]; then
-    say "$1; the job itself was ended (scancel, or its time limit), so it is not queued again"
+    say "$1; the job itself was ended (scancel, or its time limit), so it is not queued again from here"
     exit 0
   fi
   if [ "$restart" -ge "$most" ]; then
@@ -86,8 +113,17 @@ main() {
   if [ ! -f pretrain_bdlm.py ]; then fail "$PWD has no pretrain_bdlm.py: it is not the project's root"; fi
   if [ $# -eq 0 ]; then fail "no arguments: give a config file, and flags"; fi
 
-  local code=0 nodes stop_mark
+  local code=0 nodes stop_mark word
+  for word in "$@"; do
+    case $word in
+      --dry-run | --print-config | --preflight | --help | -h)
+        fail "$word ends before the first step, and a job is there to train: leave it out, or do it without sbatch" ;;
+    esac
+  done
   restart=${SLURM_RESTART_COUNT:-0} most=${MAX_RESTARTS:-100} ended=''
+  whole MAX_RESTARTS "$most" 0 "unset it for 100"
+  whole SLURM_CPUS_ON_NODE "${SLURM_CPUS_ON_NODE:-}" 1 "Slurm sets it for a batch job: start this with sbatch"
+  count_ranks
   logs=${LOGS:-runs/slurm}/$SLURM_JOB_ID
   mkdir -p "$logs"
   # Slurm sends the batch shell SIGTERM, and SIGKILL later, when it ends the whole job; what is preempted, or near
@@ -98,7 +134,6 @@ main() {
   # Every node meets the others at the first host of the allocation, at a port that is the job's own.
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
   export RDZV_HOST=${nodes%%$'\n'*} RDZV_PORT=$((20000 + SLURM_JOB_ID % 10000))
-  export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:?gives no GPUs: set RANKS_PER_NODE}}
   stop_mark=$logs/start$restart.stopped # node.sh makes it when it is told to stop
   export STOP_MARK=$stop_mark
   # Where every rank writes what it was in when a collective did not end: settings.sh switches it on.
@@ -112,7 +147,11 @@ main() {
     show_preflight "preflight$restart" >&2 || tell_first_failure "preflight$restart"
     exit "$code"
   fi
-  grep -h '^preflight: ' "$logs/preflight$restart-"*.log || true
+  if ! grep -hE '^preflight: all [1-9][0-9]* checks passed' "$logs/preflight$restart-"*.log; then
+    say "the preflight ended with code 0, but no log of it says that all checks passed; nothing was trained" >&2
+    tell_first_failure "preflight$restart"
+    exit 1
+  fi
   if [ -e "$stop_mark" ] || [ -n "$ended" ]; then
     queue_again "told to stop before the first step"
     exit 0

@@ -89,7 +89,7 @@ def log(job: Job, name: str, node: int) -> str:
 
 
 def meet_at_the_first_host(job: Job, name: str, nodes: int = 2, more: str = "") -> None:
-    """Each node of a step started this line: the command line of the job, and a meeting point."""
+    """Each node of a step started this once: the command line of the job, and a meeting point."""
     for node in range(nodes):
         host = str(node == 0).lower()
         line = (
@@ -100,18 +100,26 @@ def meet_at_the_first_host(job: Job, name: str, nodes: int = 2, more: str = "") 
             f"--local-addr {job.hosts[node]} --max-restarts 0 "
             f"pretrain_bdlm.py my run.yaml --save a b {more}\n"
         )
-        assert line in log(job, name, node)
+        assert log(job, name, node).count(line) == 1, job.text()
 
 
-def test_preflight_run_signal_and_another_start(start: Start) -> None:
+# Every node has its 16 CPUs, is not bound to some of them, and has settings.sh's variables.
+SET = "set: yes yes 16 none 1 1 expandable_segments:True 7 ib7 ib7\n"
+
+
+def test_preflight_run_signal_and_another_start(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of two starts is a preflight and a run, and every rank hears of the signal."""
-    job = start(CONTAINER="env WRAPPED=yes", NCCL_NVLS_ENABLE="7")
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    job = start(CONTAINER="env WRAPPED=yes", NCCL_NVLS_ENABLE="7", INTERFACE="ib7")
     preempt(job)
     for restart in ("0", "1"):
         for name, more in (("preflight", "--preflight"), ("start", "--exit-signal SIGUSR1")):
             meet_at_the_first_host(job, name + restart, more=more)
             for node in (0, 1):
-                assert "set: yes expandable_segments:True 7 yes\n" in log(job, name + restart, node)
+                assert SET in log(job, name + restart, node)
     assert job.output.read_text().count("\npreflight: all 10 checks passed\n") == 2
 
 
@@ -148,8 +156,8 @@ def test_other_nodes_than_asked_for_are_noticed(start: Start, edit: Edit) -> Non
 
 
 def test_one_node_told_by_sigterm(start: Start) -> None:
-    """As on a preemption with a grace time."""
-    job = start(script="one_node")
+    """As on a preemption with a grace time; and asked for 2 of 8 GPUs, with tasks as a habit."""
+    job = start(script="one_node", over={"gpus_per_node": "h200:2", "ntasks_per_node": "8"})
     preempt(job, ranks=2, name="TERM")
     meet_at_the_first_host(job, "start0", nodes=1, more="--exit-signal SIGUSR1")
 
@@ -255,6 +263,15 @@ def test_a_failed_preflight_ends_the_job_with_its_table(start: Start) -> None:
     assert not list(job.folder.glob("runs/slurm/*/start0-*"))
 
 
+def test_a_preflight_that_does_not_say_that_it_passed_is_a_failure(start: Start) -> None:
+    job = start(VERDICT="9 of 10 checks passed", LONG="0")
+    assert (job.wait(20), job.codes) == (1, [1]), job.text()
+    told = job.output.read_text()
+    assert "ended with code 0, but no log of it says that all checks passed; nothing was" in told
+    assert "preflight: 9 of 10 checks passed" in told[told.index("ended with code 0") :]
+    assert not list(job.folder.glob("runs/slurm/*/start0-*"))
+
+
 def test_a_job_that_is_cancelled_saves_and_stays_cancelled(start: Start) -> None:
     job = start()
     wait_for(job, *(f"ready{rank}" for rank in range(4)))
@@ -314,6 +331,79 @@ def test_without_arguments_it_says_so(start: Start) -> None:
     assert "job.sh: error: no arguments: give a config file" in job.output.read_text()
 
 
+def alone(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+    """Code and output of job.sh alone on 2 nodes of 8 GPUs, with an srun that prints and fails."""
+    (folder / "pretrain_bdlm.py").touch()
+    for name, text in (("srun", 'echo "srun $*"; exit 3'), ("scontrol", "printf 'a\nb\n'")):
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    told = {"JOB_ID": "7", "JOB_NODELIST": "[a-b]", "JOB_NUM_NODES": "2", "NTASKS": "16"}
+    told |= {"GPUS_ON_NODE": "8", "CPUS_ON_NODE": "16"}
+    own = {f"SLURM_{name}": value for name, value in told.items()} | variables
+    own = {name: value for name, value in own.items() if value}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "slurm" / "job.sh"), *arguments],
+        env={"PATH": f"{folder}:/usr/bin:/bin"} | own,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+COUNTED = [
+    ("2", {"SLURM_GPUS_PER_NODE": "2"}),
+    ("1", {"SLURM_GPUS_PER_NODE": "h200:1"}),
+    ("3", {"SLURM_GPUS_PER_NODE": "h200:1,a100:2"}),
+    ("8", {}),
+    ("4", {"RANKS_PER_NODE": "4", "SLURM_GPUS_PER_NODE": "2"}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "variables"), COUNTED)
+def test_as_many_ranks_as_gpus_were_asked_for(
+    tmp_path: Path, ranks: str, variables: dict[str, str]
+) -> None:
+    """And one task a node for them, with its CPUs, whatever sbatch was given."""
+    code, told = alone(tmp_path, "run.yaml", "--preflight-timeout", "9", **variables)
+    assert code == 3, told
+    assert f"job.sh: start 0 on a b, {ranks} ranks a node" in told
+    step = "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=16 --cpu-bind=none "
+    assert f"srun {step}--kill-on-bad-exit=1" in told
+
+
+REFUSED = [
+    ("MAX_RESTARTS", "abc", "unset it for 100"),
+    ("MAX_RESTARTS", "-1", "unset it for 100"),
+    ("MAX_RESTARTS", "99999999999999999999", "unset it for 100"),
+    ("RANKS_PER_NODE", "0", "unset it for one for each GPU"),
+    ("RANKS_PER_NODE", "abc", "unset it for one for each GPU"),
+    ("RANKS_PER_NODE", "08", "unset it for one for each GPU"),
+    ("SLURM_GPUS_PER_NODE", "h200", "ask for [TYPE:]NUMBER, or set RANKS_PER_NODE"),
+    ("SLURM_GPUS_PER_NODE", "h200:0", "unset it for one for each GPU"),
+    ("SLURM_GPUS_ON_NODE", "", "Slurm gives no GPUs: set RANKS_PER_NODE"),
+    ("SLURM_CPUS_ON_NODE", "", "Slurm sets it for a batch job: start this with sbatch"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "way_out"), REFUSED)
+def test_what_is_no_number_is_refused(tmp_path: Path, name: str, value: str, way_out: str) -> None:
+    code, told = alone(tmp_path, "run.yaml", **{name: value})
+    assert code == 2, told
+    assert told.startswith("job.sh: error: ")
+    assert told.count("\n") == 1
+    assert value.rpartition(":")[2] in told
+    assert way_out in told
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--print-config", "--preflight", "--help", "-h"])
+def test_a_look_at_a_run_is_no_job(tmp_path: Path, flag: str) -> None:
+    code, told = alone(tmp_path, "run.yaml", flag, "--save", "a")
+    assert code == 2, told
+    assert told.startswith(f"job.sh: error: {flag} ends before the first step")
+
+
 def test_sbatch_from_elsewhere_needs_chdir(start: Start) -> None:
     job = start(folder=".")
     assert job.wait(20) == 2
@@ -348,6 +438,9 @@ def test_both_scripts_ask_for_the_same_but_nodes() -> None:
     assert one.pop("nodes") == "1"
     assert many.pop("nodes") == "2"
     assert one == many
+    # The whole node with all its cores and memory, whatever GPUs are asked for.
+    assert (one.get("exclusive"), one.get("mem")) == ("", "0")
+    assert {"requeue", "signal", "open-mode"} < set(one)
 
 
 @pytest.fixture
@@ -371,12 +464,18 @@ PLACE = "echo $SLURM_PROCID.$SLURM_LOCALID.$SLURM_NODEID of $SLURM_NNODES; exit 
 
 
 def test_the_stand_in_counts_nodes_tasks_and_codes_as_slurm(submit: Callable[[str], Job]) -> None:
-    """-N beyond the allocation is refused; tasks know their place; the highest code ends it."""
+    """-N beyond the allocation is refused; tasks know their place; the highest code ends it.
+
+    SLURM_NTASKS of the environment wins over --ntasks-per-node, and -n over both.
+    """
     refused = "srun -N 3 true || echo refused $?"
-    job = submit(f"{refused}\nsrun -N 2 --ntasks-per-node 2 sh -c '{PLACE}'\n")
+    habit = "SLURM_NTASKS=4 srun -N 2 --ntasks-per-node 1"
+    counted = f"{refused}\n{habit} echo A\n{habit} -n 2 echo B\n"
+    job = submit(f"{counted}srun -N 2 --ntasks-per-node 2 sh -c '{PLACE}'\n")
     assert job.wait(20) == 3, job.text()
     told = job.output.read_text()
     assert "Only allocated 2 nodes asked for 3\nrefused 1\n" in told
+    assert (told.count("A\n"), told.count("B\n"), told.count("can't honor")) == (4, 2, 1)
     places = sorted(line for line in told.splitlines() if " of 2" in line)
     assert places == ["0.0.0 of 2", "1.1.0 of 2", "2.0.1 of 2", "3.1.1 of 2"]
 
