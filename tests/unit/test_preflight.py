@@ -246,6 +246,34 @@ def test_a_checkpoint_has_all_its_bytes(tmp_path: Path) -> None:
         machine.checkpoint(args)
 
 
+@pytest.mark.parametrize(
+    ("contradicts", "checked", "ok"),
+    [("--rotary-base was 1, is 2", True, False), ("", True, True), ("x was 1", False, True)],
+)
+def test_a_checkpoint_of_another_rotary_base_is_told_before_the_run_is_refused(
+    contradicts: str, checked: bool, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Finding(True, "whole", {"starts from": "a"})
+    changed = "--rotary-base was 1, is 2; --layernorm-epsilon was 1, is 2"
+    run = Namespace(folder="a", changed=changed, contradicts=contradicts)
+    run.is_checked = lambda args: checked
+    monkeypatch.setattr(machine, "checkpoint", lambda args: whole)
+    monkeypatch.setattr(machine, "new_run", lambda args: run)
+    found = machine.starts_from(Namespace(), machine.Look())
+    assert (found.ok, found.same) == (ok, whole.same)
+    if not checked:
+        assert found == whole
+    elif ok:
+        assert f"whole\nset otherwise than there: {changed}; the run compares" in found.said
+    else:
+        assert "a was trained with other values: --rotary-base was 1, is 2. The run" in found.said
+        assert "set them as they were, or start all the same with --check-conversion off" in (
+            found.said
+        )
+    monkeypatch.setattr(machine, "new_run", lambda args: None)
+    assert machine.starts_from(Namespace(), machine.Look()) == whole
+
+
 def test_saving_leaves_nothing_behind(tmp_path: Path) -> None:
     args = Namespace(save=str(tmp_path / "run" / "deep"))
     assert machine.saving(args).ok
