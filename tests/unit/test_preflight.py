@@ -15,7 +15,9 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megatron_bp.arguments.parse import _refuse_looks, parsed
 from megatron_bp.planning.layout import Layout
-from megatron_bp.tools.preflight import machine, memory
+from megatron_bp.tools import looks
+from megatron_bp.tools.looks import looked_at
+from megatron_bp.tools.preflight import machine, memory, shared
 from megatron_bp.tools.preflight.board import Board, ToldToEndError
 from megatron_bp.tools.preflight.command import run
 from megatron_bp.tools.preflight.degrees import Divisor, divisors, refusal
@@ -28,6 +30,7 @@ from megatron_bp.tools.preflight.findings import (
     summary,
     table,
 )
+from megatron_bp.tools.preflight.shared import SavedFile, saved_file
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 OK = Finding(True, "fine")
@@ -274,13 +277,50 @@ def test_a_checkpoint_of_another_rotary_base_is_told_before_the_run_is_refused(
     assert machine.starts_from(Namespace(), machine.Look()) == whole
 
 
+def alone() -> SavedFile:
+    return SavedFile(Board(HashStore(), 0, 1, 1))
+
+
 def test_saving_leaves_nothing_behind(tmp_path: Path) -> None:
     args = Namespace(save=str(tmp_path / "run" / "deep"))
-    assert machine.saving(args).ok
+    assert machine.saving(args, alone()).ok
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=r"--save .*cannot be written"):
-        machine.saving(Namespace(save="/proc/run"))
-    assert machine.saving(Namespace(save=None)).said == "nothing is saved (no --save)"
+        machine.saving(Namespace(save="/proc/run"), alone())
+    assert machine.saving(Namespace(save=None), alone()).said == "nothing is saved (no --save)"
+
+
+@pytest.mark.parametrize("deeper", ["", "run"])
+def test_a_file_in_the_place_of_the_save_folder(tmp_path: Path, deeper: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--save .*: .*/file is a file, and must be a folder"):
+        machine.saving(Namespace(save=str(tmp_path / "file" / deeper)), alone())
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"/link is a file"):
+        machine.saving(Namespace(save=str(tmp_path / "link")), alone())
+
+
+@pytest.mark.parametrize("there", ["run", "run/deep"])
+def test_a_folder_that_is_not_shared(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "WITHIN", 0.0)
+    store = HashStore()
+    files = [SavedFile(Board(store, rank, 3, 1)) for rank in range(3)]
+    for host in ("a", "b"):
+        (tmp_path / host / there).mkdir(parents=True)
+    # Ranks 0 and 1 are on one host, and 2 is on another that has a folder of the same name.
+    hosts = [Namespace(save=str(tmp_path / host / "run" / "deep")) for host in "aab"]
+    with saved_file(Board(store, 0, 3, 1)) as file:
+        for rank, args in ((1, hosts[1]), (2, hosts[2])):
+            files[rank].put(args)
+            files[rank].check(args)  # rank 0 has put nothing: nothing is looked for
+        file.put(hosts[0])
+        file.check(hosts[0])
+        assert machine.saving(hosts[1], files[1]).ok
+        with pytest.raises(ValueError, match=r"--save .*b/run/deep: what rank 0 writes into .*a"):
+            machine.saving(hosts[2], files[2])
+    assert not list(tmp_path.glob("**/preflight-*"))
 
 
 # --- the board -----------------------------------------------------------------------------------
@@ -340,3 +380,20 @@ def test_flags_of_a_preflight_are_refused_in_a_file(flag: str) -> None:
     _refuse_looks(["--seed"])
     with pytest.raises(ValueError, match="both on the command line"):
         _refuse_looks(["--seed", flag])
+
+
+@pytest.mark.parametrize("flags", [["--preflight", "--dry-run"], ["--dry-run", "--preflight"]])
+def test_two_looks_at_once_are_refused(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(
+        looks, "LOOKS", {flag: lambda argv, f=flag: taken.append(f) for flag in flags}
+    )
+    with pytest.raises(SystemExit) as end:
+        looked_at(["run.yaml", *flags])
+    assert (end.value.code, taken) == (2, [])
+    assert " and ".join(flags) in capsys.readouterr().err
+    assert looked_at(["run.yaml", flags[0]])
+    assert taken == flags[:1]
+    assert not looked_at(["run.yaml"])

@@ -37,6 +37,7 @@ from megatron_bp.tools.preflight.findings import (
     summary,
     table,
 )
+from megatron_bp.tools.preflight.shared import SavedFile, saved_file
 
 START = timedelta(minutes=5)  # in which all ranks reach the store
 EVERYONE = "everyone"  # beside checks: it fails if a rank does not answer
@@ -52,7 +53,8 @@ def preflight(argv: list[str]) -> None:
     try:
         if rank == 0:
             print(f"Preflight of {argv[0]} on {world} ranks", flush=True)
-        _all_rounds(argv, rounds, PrefixStore("ranks", store), limit)
+        with saved_file(rounds.board) as file:
+            _all_rounds(argv, rounds, PrefixStore("ranks", store), limit, file)
         code = rounds.end()
     except ToldToEndError:
         code = 2
@@ -65,7 +67,9 @@ def preflight(argv: list[str]) -> None:
         dist.destroy_process_group()
 
 
-def _all_rounds(argv: list[str], rounds: "_Rounds", store: Store, limit: float) -> None:
+def _all_rounds(
+    argv: list[str], rounds: "_Rounds", store: Store, limit: float, file: SavedFile
+) -> None:
     with _quiet():
         if cpu.needed():
             cpu.install()
@@ -80,6 +84,7 @@ def _all_rounds(argv: list[str], rounds: "_Rounds", store: Store, limit: float) 
     def of_arguments() -> Finding:
         nonlocal args
         args, finding = machine.arguments_of(argv, look)
+        file.put(args)
         return finding
 
     go = rounds.do(
@@ -112,11 +117,12 @@ def _all_rounds(argv: list[str], rounds: "_Rounds", store: Store, limit: float) 
         {
             "data": with_arguments(machine.data),
             "checkpoint": with_arguments(machine.starts_from, look),
-            "saving": with_arguments(machine.saving),
+            "saving": with_arguments(machine.saving, file),
             "memory": with_arguments(lambda args: Finding(True, memory.check_memory(args))),
             "kernel": with_arguments(machine.kernel, look),
         },
     )
+    file.remove()
     together = together and EVERYONE not in go
     needs = "needs arguments and answers of all ranks"
     go |= rounds.do("groups", {"groups": joined if together else _not_looked_at(needs)})

@@ -28,6 +28,7 @@ from megatron_bp.data.indexed import check_lengths, read_index
 from megatron_bp.data.supervised import supervised_of
 from megatron_bp.tools.preflight.degrees import divisors, refusal
 from megatron_bp.tools.preflight.findings import Finding
+from megatron_bp.tools.preflight.shared import SavedFile, nearest
 from megatron_bp.training.saving import check_load
 
 PACKAGES = (
@@ -222,26 +223,30 @@ def _reader(folder: Path) -> Any:
     return FileSystemReader(folder)
 
 
-def saving(args: Namespace) -> Finding:
-    """Each rank can write where checkpoints are saved; what it writes is gone again.
+def saving(args: Namespace, file: SavedFile) -> Finding:
+    """Each rank can write where rank 0 saves checkpoints; what it writes is gone again.
+
+    Args:
+        args: Megatron's validated arguments.
+        file: that rank 0 has written there.
 
     Raises:
         ValueError: it cannot.
     """
     if not args.save:
         return Finding(True, "nothing is saved (no --save)")
-    folder = Path(args.save).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    _, there = nearest(args.save)
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix="preflight-") as file:
-            file.write(b"written")
-            file.flush()
+        with tempfile.NamedTemporaryFile(dir=there, prefix="preflight-") as own:
+            own.write(b"written")
+            own.flush()
     except OSError as error:
         raise ValueError(
             f"--save {args.save}: {there} cannot be written ({error.strerror}); choose a folder "
             f"that can, or make room"
         ) from error
-    return Finding(True, f"{args.save} can be written")
+    file.check(args)
+    return Finding(True, f"{args.save} can be written, and all ranks see the same")
 
 
 def kernel(args: Namespace, look: Look) -> Finding:
