@@ -245,7 +245,7 @@ def fly(world: int, data: list[str], flags: list[str], *fault: Any) -> tuple[int
     (code,) = {code for code, _ in ends}
     assert [text for _, text in ends[1:]] == [""] * (world - 1), "others are silent"
     head, *lines, last = ends[0][1].splitlines()
-    assert head == f"Preflight of {data[0]} on {world} ranks"
+    assert head == f"Preflight of {data[0]} on {world} rank{'s' if world > 1 else ''}"
     found: dict[str, str] = {"": last}
     name = ""
     for line in lines:

@@ -19,7 +19,7 @@ from megatron_bp.tools import looks
 from megatron_bp.tools.looks import looked_at
 from megatron_bp.tools.preflight import machine, memory, shared
 from megatron_bp.tools.preflight.board import Board, ToldToEndError
-from megatron_bp.tools.preflight.command import run
+from megatron_bp.tools.preflight.command import _named, _Rounds, place, preflight, run
 from megatron_bp.tools.preflight.degrees import Divisor, divisors, refusal
 from megatron_bp.tools.preflight.findings import (
     Finding,
@@ -397,3 +397,71 @@ def test_two_looks_at_once_are_refused(
     assert looked_at(["run.yaml", flags[0]])
     assert taken == flags[:1]
     assert not looked_at(["run.yaml"])
+
+
+# --- the start -----------------------------------------------------------------------------------
+
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+def test_a_rank_knows_its_place() -> None:
+    assert place(TORCHRUN, False) == (2, 4)
+    assert place({}, False) == (0, 1)
+    assert place({"RANK": "1", "WORLD_SIZE": "2"}, True) == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_what_starts_ranks_and_is_not_set(name: str) -> None:
+    some = {key: value for key, value in TORCHRUN.items() if key != name}
+    want = f"WORLD_SIZE is 4 but {name} is not set, and several ranks need both: start them with"
+    with pytest.raises(ValueError, match=want):
+        place(some, False)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_what_starts_ranks_and_is_no_number(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=abc: must be a whole number; start the ranks"):
+        place(TORCHRUN | {name: "abc"}, False)
+
+
+@pytest.mark.parametrize("rank", ["4", "-1"])
+def test_a_rank_that_cannot_be(rank: str) -> None:
+    with pytest.raises(ValueError, match=rf"RANK={rank}: must be from 0 to 3 \(WORLD_SIZE=4\)"):
+        place(TORCHRUN | {"RANK": rank}, False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "argv", "want"),
+    [
+        ({"WORLD_SIZE": "4"}, ["--preflight"], "but RANK is not set, and several ranks need both"),
+        ({}, ["--preflight-timeout", "0"], "--preflight-timeout 0.0: must be above 0 seconds"),
+    ],
+)
+def test_a_start_that_cannot_be_is_told_in_one_line(
+    variables: dict[str, str],
+    argv: list[str],
+    want: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in (*TORCHRUN, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        preflight(argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (end.value.code, line[:24]) == (2, "pretrain_bdlm.py: error:")
+    assert want in line
+
+
+def test_a_preflight_is_named_by_its_config() -> None:
+    assert _named(["run.yaml", "--preflight"]) == "run.yaml"
+    assert _named(["--preflight"]) == _named([]) == "a run without a config file"
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (None, 2), (False, 2)])
+def test_what_was_not_looked_at_ends_a_preflight_as_a_failure(ok: bool | None, code: int) -> None:
+    rounds = _Rounds(Board(HashStore(), 0, 1, 1))
+    rounds.do("start", {"data": lambda: OK, "sample": lambda: Finding(ok, "needs data")})
+    assert rounds.end() == code

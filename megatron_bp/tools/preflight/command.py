@@ -46,13 +46,19 @@ Check = Callable[[], Finding]
 
 def preflight(argv: list[str]) -> None:
     """Check the job of a command line on all of its ranks; exits with 2 where something failed."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    limit, store = _limit(argv), _store(rank, world)
+    try:
+        rank, world, limit = *place(os.environ, dist.is_initialized()), _limit(argv)
+    except ValueError as error:
+        print(f"pretrain_bdlm.py: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from error
+    store = _store(rank, world)
     rounds = _Rounds(Board(PrefixStore("preflight", store), rank, world, 2 * limit))
     before = signal.signal(signal.SIGTERM, rounds.told_to_end)
     try:
         if rank == 0:
-            print(f"Preflight of {argv[0]} on {world} ranks", flush=True)
+            print(
+                f"Preflight of {_named(argv)} on {world} rank{'s' if world > 1 else ''}", flush=True
+            )
         with saved_file(rounds.board) as file:
             _all_rounds(argv, rounds, PrefixStore("ranks", store), limit, file)
         code = rounds.end()
@@ -129,6 +135,11 @@ def _all_rounds(
     ready = together and not go & {"groups", "data", EVERYONE}
     needs = "needs data and groups of all ranks"
     rounds.do("sample", {"sample": first_sample if ready else _not_looked_at(needs)})
+
+
+def _named(argv: list[str]) -> str:
+    """The config file of a command line."""
+    return argv[0] if argv and not argv[0].startswith("-") else "a run without a config file"
 
 
 def _not_looked_at(why: str) -> Check:
@@ -247,13 +258,38 @@ def _limit(argv: list[str]) -> float:
     parser.add_argument("--preflight-timeout", type=float, default=60.0)
     limit = float(parser.parse_known_args(argv)[0].preflight_timeout)
     if not limit > 0:
-        print(
-            f"pretrain_bdlm.py: error: --preflight-timeout {limit}: must be above 0 seconds",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise SystemExit(2)
+        raise ValueError(f"--preflight-timeout {limit}: must be above 0 seconds")
     return limit
+
+
+def place(variables: Mapping[str, str], joined: bool) -> tuple[int, int]:
+    """(rank, ranks), from what starts the ranks.
+
+    Args:
+        variables: of the environment.
+        joined: there is a process group, so that nothing has to be found any more.
+
+    Raises:
+        ValueError: one that several ranks need is not set, or is no number that it can be.
+    """
+    out = "start the ranks with torchrun, which sets it"
+    numbers = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 0}
+    for name in numbers:
+        try:
+            numbers[name] = int(variables.get(name, numbers[name]))
+        except ValueError as error:
+            raise ValueError(f"{name}={variables[name]}: must be a whole number; {out}") from error
+    rank, world = numbers["RANK"], numbers["WORLD_SIZE"]
+    needed = ("RANK",) if joined else ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    absent = [name for name in needed if name not in variables]
+    if world > 1 and absent:
+        raise ValueError(
+            f"WORLD_SIZE is {world} but {absent[0]} is not set, and several ranks need both: start "
+            f"them with torchrun, or unset WORLD_SIZE to run one"
+        )
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK={rank}: must be from 0 to {world - 1} (WORLD_SIZE={world}); {out}")
+    return rank, world
 
 
 def _store(rank: int, world: int) -> Store:
