@@ -120,15 +120,18 @@ def of_checkpoints(patch: Patch, rank: int) -> list[str]:
 
 
 def wrong_sum(patch: Patch, rank: int) -> list[str]:
-    """Rank 3 adds one to what its tensor-parallel group adds up."""
+    """In tensor-parallel groups rank 1 counts itself twice, and 3 has another number."""
     reduce = dist.all_reduce
 
     def wrong(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.shape == (2,) and dist.get_process_group_ranks(kwargs["group"]) == [2, 3]:
-            tensor += 1
+        if tensor.shape == (2,) and dist.get_process_group_ranks(kwargs["group"]) == [
+            rank - 1,
+            rank,
+        ]:
+            tensor[0 if rank == 3 else 1] += 1
         return reduce(tensor, *args, **kwargs)
 
-    if rank == 3:
+    if rank in (1, 3):
         patch.setattr(dist, "all_reduce", wrong)
     return []
 
@@ -374,8 +377,10 @@ def test_what_is_wrong_with_a_checkpoint_is_told_of_each_rank(data: list[str]) -
             TP,
             wrong_sum,
             [
+                "ranks 0-1 (HOST): tensor parallel of ranks 0, 1: an all-reduce of rank numbers "
+                "gave 1 of 3 ranks, and 2 ranks add up to 1; look at",
                 "ranks 2-3 (HOST): tensor parallel of ranks 2, 3: an all-reduce of rank numbers "
-                "gave 6 of 3 ranks, and 2 ranks add up to 5; look at",
+                "gave 6 of 2 ranks, and 2 ranks add up to 5; look at",
             ],
         ),
         (

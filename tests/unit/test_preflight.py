@@ -1,8 +1,10 @@
 """Parts of `pretrain_bdlm.py --preflight`, no ranks: verdicts, divisors, memory, files, board."""
 
+import os
 import threading
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from megatron_bp.tools.preflight.findings import (
     summary,
     table,
 )
+from megatron_bp.tools.preflight.sample import check_sample, rows_of
 from megatron_bp.tools.preflight.shared import SavedFile, saved_file
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
@@ -177,6 +180,40 @@ def test_a_rank_has_its_stage_and_place_in_the_slot() -> None:
     ]
 
 
+def test_each_rank_is_estimated_at_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = replace(Layout(), tp=2, pp=2, bp=2, cp=2)
+    monkeypatch.setattr(memory, "task_of", lambda args: None)
+    monkeypatch.setattr(memory, "layout_of", lambda args: layout)
+    monkeypatch.setattr(memory, "counted", lambda *given: None)
+    monkeypatch.setattr(
+        memory,
+        "memory",
+        lambda task, layout, counts, stage, slot, uncounted: Namespace(
+            total=100 + 10 * stage + slot, parts={"process": 7}
+        ),
+    )
+    ranks = [Namespace(rank=rank, world_size=8) for rank in range(8)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [memory.needed(rank) for rank in ranks] == [100, 100, 101, 101, 110, 110, 111, 111]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # torch does not see the process
+    assert memory.needed(ranks[6]) == 104
+
+
+def test_what_is_free_on_this_ranks_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {0: 5, 1: 6}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "H200")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert memory.there(2) == (6, 9, "GPU 1, H200")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(
+        ValueError, match="LOCAL_RANK 2, and 2 GPUs are shown to this process: start"
+    ):
+        memory.there(2)
+
+
 def test_the_least_limit_of_a_machine_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +327,28 @@ def test_saving_leaves_nothing_behind(tmp_path: Path) -> None:
     assert machine.saving(Namespace(save=None), alone()).said == "nothing is saved (no --save)"
 
 
+def test_saving_below_a_folder_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may do all, so the fault is planted: what is below cannot be looked at."""
+    stat, lstat = os.stat, os.lstat
+
+    def refused(look: Any, path: Any, **more: Any) -> Any:
+        if "deep" in Path(path).parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **more)
+
+    def closed(**more: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(more["dir"]))
+
+    monkeypatch.setattr(os, "stat", partial(refused, stat))
+    monkeypatch.setattr(os, "lstat", partial(refused, lstat))
+    monkeypatch.setattr(machine.tempfile, "NamedTemporaryFile", closed)
+    want = rf"--save .*deep/run: {tmp_path} cannot be written \(Permission denied\); choose"
+    with pytest.raises(ValueError, match=want):
+        machine.saving(Namespace(save=str(tmp_path / "deep" / "run")), alone())
+
+
 @pytest.mark.parametrize("deeper", ["", "run"])
 def test_a_file_in_the_place_of_the_save_folder(tmp_path: Path, deeper: str) -> None:
     (tmp_path / "file").touch()
@@ -397,6 +456,18 @@ def test_two_looks_at_once_are_refused(
     assert looked_at(["run.yaml", flags[0]])
     assert taken == flags[:1]
     assert not looked_at(["run.yaml"])
+
+
+def test_an_index_that_takes_long_is_told_with_what_to_wait_by() -> None:
+    board = Board(HashStore(), 1, 2, 0.1)
+    want = r"rank 0 has not made the index of the data within 0\.2 s: .* --preflight-timeout 0\.1,"
+    with pytest.raises(ValueError, match=want):
+        check_sample(Namespace(), 0, board)
+
+
+def test_data_parallel_ranks_begin_with_rows_of_their_own() -> None:
+    assert [*rows_of(2, 0)] == [0, 1]
+    assert [*rows_of(2, 3)] == [6, 7]
 
 
 # --- the start -----------------------------------------------------------------------------------

@@ -177,7 +177,12 @@ class _Rounds:
             board.announce(f"{topic}/verdict", json.dumps(self._judge(topic, list(checks))))
         heard = board.hear(f"{topic}/verdict")
         if heard is None:
-            print(f"preflight: rank {board.rank}: rank 0 is silent", file=sys.stderr, flush=True)
+            print(
+                f"preflight: rank {board.rank}: rank 0 is silent in round `{topic}`; if it is at "
+                f"work still, wait longer with --preflight-timeout {board.patience:g}",
+                file=sys.stderr,
+                flush=True,
+            )
             raise SystemExit(2)
         return set(json.loads(heard))
 
