@@ -120,7 +120,11 @@ UNSET = {
     "yarn_correction_range_round_to_int": True,
 }
 AGAIN = "copy the checkpoint again, or start from another step (--ckpt-step)"
-SHOWN = {"bdlm_seq_length": "--seq-length", "bdlm_vocabulary": "the tokenizer's vocabulary"}
+SHOWN = {
+    "bdlm_seq_length": "--seq-length",
+    "bdlm_vocabulary": "the tokenizer's vocabulary",
+    "layernorm_epsilon": "--norm-epsilon",
+}
 
 
 class ContractError(ValueError):

@@ -82,8 +82,12 @@ def test_a_difference_names_the_field_the_saved_value_and_the_new(
     with pytest.raises(ContractError) as caught:
         check_contract(changed)
     message = str(caught.value)
-    shown = "the tokenizer's vocabulary" if name == "bdlm_vocabulary" else f"--{name}"
-    assert f"{shown.replace('_', '-')} was {old}, is {new}." in message
+    others = {
+        "bdlm_vocabulary": "the tokenizer's vocabulary",
+        "layernorm_epsilon": "--norm-epsilon",
+    }
+    shown = others.get(name, f"--{name.replace('_', '-')}")
+    assert f"{shown} was {old}, is {new}." in message
     assert f"{checkpoint}/iter_0000006 was trained with" in message
     assert "--finetune" in message
 

@@ -84,7 +84,7 @@ def test_what_no_check_of_a_conversion_passes_with(monkeypatch: pytest.MonkeyPat
     run = start(monkeypatch, saved, **(other | {"rotary_base": 500}))
     assert run is not None
     assert run.contradicts == "--rotary-base was 10000, is 500"
-    assert all(f"--{flag} was" in run.changed for flag in ("layernorm-epsilon", "moe-router-topk"))
+    assert all(f"--{flag} was" in run.changed for flag in ("norm-epsilon", "moe-router-topk"))
     run = start(monkeypatch, saved | {"num_experts": 4}, num_experts=4, **other)
     assert run is not None
     assert run.contradicts == "--moe-router-topk was 2, is 4"

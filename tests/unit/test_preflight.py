@@ -294,7 +294,7 @@ def test_a_checkpoint_of_another_rotary_base_is_told_before_the_run_is_refused(
     contradicts: str, checked: bool, ok: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Finding(True, "whole", {"starts from": "a"})
-    changed = "--rotary-base was 1, is 2; --layernorm-epsilon was 1, is 2"
+    changed = "--rotary-base was 1, is 2; --norm-epsilon was 1, is 2"
     run = Namespace(folder="a", changed=changed, contradicts=contradicts)
     run.is_checked = lambda args: checked
     monkeypatch.setattr(machine, "checkpoint", lambda args: whole)
