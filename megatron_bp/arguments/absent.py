@@ -4,9 +4,9 @@ A dry run looks at a run from a machine that need not have its data, checkpoints
 """
 
 import io
+import os
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 from megatron_bp.arguments.attention import attention_options
 
@@ -42,7 +42,7 @@ class DryRun:
         """Go on without the checkpoints and the kernel that are not here."""
         for name in ("load", "pretrained_checkpoint"):
             folder = getattr(args, name)
-            if folder and not Path(folder).is_dir():
+            if folder and not os.path.isdir(folder):
                 flag = f"--{name.replace('_', '-')}"
                 self.note(f"checkpoint: not found at {folder} ({flag})")
                 setattr(args, name, None)

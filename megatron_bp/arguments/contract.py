@@ -112,8 +112,19 @@ TOLD = (
     "overlong_chats",
 )
 OF_CHATS = ("global_batch_size",)  # their order is made for it
+# What Megatron takes where the flag is not given, which leaves None in its arguments.
+UNSET = {
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+}
 AGAIN = "copy the checkpoint again, or start from another step (--ckpt-step)"
-SHOWN = {"bdlm_seq_length": "--seq-length", "bdlm_vocabulary": "the tokenizer's vocabulary"}
+SHOWN = {
+    "bdlm_seq_length": "--seq-length",
+    "bdlm_vocabulary": "the tokenizer's vocabulary",
+    "layernorm_epsilon": "--norm-epsilon",
+}
 
 
 class ContractError(ValueError):
@@ -179,7 +190,8 @@ def _value(args: Namespace, name: str) -> Any:
     """The value; key heads are as many as query heads where groups are off, whatever is set."""
     if name == "num_query_groups" and not getattr(args, "group_query_attention", True):
         name = "num_attention_heads"
-    return getattr(args, name, None)
+    value = getattr(args, name, None)
+    return UNSET.get(name) if value is None else value
 
 
 def _plain(value: Any) -> Any:

@@ -43,6 +43,12 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "m
 # What the weights were trained with, and Megatron's own model of them is built with.
 TRAINED_WITH = tuple(name for name in MODEL if name not in ("optimizer", "bf16"))
 
+# Of that what changes logits of any document, where it is in use; others may not be seen in the
+# first tokens (a window), or within what is allowed (an epsilon).
+SURE = ("position_embedding_type", "squared_relu")
+SURE_OF_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved")
+SURE_OF_EXPERTS = ("moe_router_topk", "moe_router_score_function")
+
 
 class NewRunError(ValueError):
     """A checkpoint that this run cannot start from."""
@@ -82,6 +88,7 @@ class NewRun:
         converts: from an autoregressive model to block diffusion.
         trained_with: this run's arguments, where the checkpoint says how the model computes.
         changed: what of that is set otherwise here, in words; empty if nothing is.
+        contradicts: what of that no check of the conversion can pass with, in words.
     """
 
     folder: Path
@@ -89,6 +96,11 @@ class NewRun:
     converts: bool
     trained_with: Namespace
     changed: str
+    contradicts: str
+
+    def is_checked(self, args: Namespace) -> bool:
+        """Whether its conversion is compared with the checkpoint before it trains."""
+        return self.converts and not args.skip_train and args.check_conversion != "off"
 
 
 def new_run(args: Namespace) -> NewRun | None:
@@ -133,7 +145,14 @@ def new_run(args: Namespace) -> NewRun | None:
         converts=args.objective != "ar" and getattr(saved, "objective", "ar") == "ar",
         trained_with=_overlaid(args, saved, old),
         changed=told(differences(saved, args, TRAINED_WITH)),
+        contradicts=told(differences(saved, args, _sure(args))),
     )
+
+
+def _sure(args: Namespace) -> tuple[str, ...]:
+    rotary = getattr(args, "position_embedding_type", None) in ("rope", "yarn")
+    experts = bool(getattr(args, "num_experts", None))
+    return SURE + SURE_OF_ROTARY * rotary + SURE_OF_EXPERTS * experts
 
 
 def _old_vocabulary(folder: Path, saved: Namespace, args: Namespace) -> int:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_bp.training import journal, writers
 
 TRACKER = "latest_checkpointed_iteration.txt"
+FOLDERS = ("pretrained_checkpoint", "load", "save")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -37,8 +38,26 @@ def check_load(args: Namespace) -> None:
 
     Raises:
         LoadError: with what is wrong, and the checkpoints that are there; or --save holds a run
-            that this one would write over.
+            that this one would write over; or one of the folders cannot be read.
     """
+    try:
+        _check_load(args)
+    except OSError as error:
+        names = [name for name in FOLDERS if _is_in(error.filename, getattr(args, name))]
+        if not names:
+            raise
+        name = names[0]
+        raise LoadError(
+            f"--{name.replace('_', '-')} {getattr(args, name)}: {error.filename} cannot be read "
+            f"({error.strerror}); ask its owner to open it to you, or choose another folder"
+        ) from error
+
+
+def _is_in(path: str | None, folder: str | None) -> bool:
+    return bool(path) and bool(folder) and Path(str(path)).is_relative_to(str(folder))
+
+
+def _check_load(args: Namespace) -> None:
     goes_on = bool(args.save) and _same_folder(args) and not args.finetune
     if args.save and not args.skip_train and not goes_on and (Path(args.save) / TRACKER).exists():
         raise LoadError(

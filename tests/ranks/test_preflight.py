@@ -73,7 +73,7 @@ def of_machines(patch: Patch, rank: int) -> list[str]:
     """Rank 1 sees no data, 2 has another version and little memory, and in 3 a check raises."""
     from megatron_bp.tools.preflight import machine, memory
 
-    def broken(args: Any) -> Any:
+    def broken(args: Any, file: Any) -> Any:
         raise KeyError("planted")
 
     if rank == 1:
@@ -88,7 +88,20 @@ def of_machines(patch: Patch, rank: int) -> list[str]:
 
 
 def of_checkpoints(patch: Patch, rank: int) -> list[str]:
-    """Rank 1 has a file cut short, 2 a broken index of them, 3 none of it."""
+    """Rank 1 has a file cut short, 2 a broken index of them, 3 none of it; none sees rank 0's.
+
+    All note the rows that they read.
+    """
+    from megatron_bp.tools.preflight import sample, shared
+
+    rows_of, noted = sample.rows_of, Path(f"replica{rank}").absolute()
+
+    def noting(micro_batch: int, replica: int) -> range:
+        noted.write_text(str(replica))
+        return rows_of(micro_batch, replica)
+
+    patch.setattr(sample, "rows_of", noting)
+    patch.setattr(shared, "WITHIN", 0.1)
     at = Path("runs/a").absolute()
     if rank:
         at = Path(f"of{rank}/runs/a").absolute()
@@ -107,15 +120,18 @@ def of_checkpoints(patch: Patch, rank: int) -> list[str]:
 
 
 def wrong_sum(patch: Patch, rank: int) -> list[str]:
-    """Rank 3 adds one to what its tensor-parallel group adds up."""
+    """In tensor-parallel groups rank 1 counts itself twice, and 3 has another number."""
     reduce = dist.all_reduce
 
     def wrong(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.shape == (2,) and dist.get_process_group_ranks(kwargs["group"]) == [2, 3]:
-            tensor += 1
+        if tensor.shape == (2,) and dist.get_process_group_ranks(kwargs["group"]) == [
+            rank - 1,
+            rank,
+        ]:
+            tensor[0 if rank == 3 else 1] += 1
         return reduce(tensor, *args, **kwargs)
 
-    if rank == 3:
+    if rank in (1, 3):
         patch.setattr(dist, "all_reduce", wrong)
     return []
 
@@ -164,9 +180,9 @@ def hangs(patch: Patch, rank: int) -> list[str]:
 
     saving = machine.saving
 
-    def late(args: Any) -> Any:
+    def late(args: Any, file: Any) -> Any:
         time.sleep(2)
-        return saving(args)
+        return saving(args, file)
 
     if rank == 1:
         patch.setattr(machine, "saving", late)
@@ -177,7 +193,7 @@ def dies(patch: Patch, rank: int) -> list[str]:
     """Rank 1 is gone in the second round; rank 0 is told to end then, as torchrun does."""
     from megatron_bp.tools.preflight import machine
 
-    def gone(args: Any) -> Any:
+    def gone(args: Any, file: Any) -> Any:
         time.sleep(0.5)  # rank 0 waits
         os.kill(int(Path("rank0").read_text()), signal.SIGTERM)
         raise GoneError
@@ -232,7 +248,7 @@ def fly(world: int, data: list[str], flags: list[str], *fault: Any) -> tuple[int
     (code,) = {code for code, _ in ends}
     assert [text for _, text in ends[1:]] == [""] * (world - 1), "others are silent"
     head, *lines, last = ends[0][1].splitlines()
-    assert head == f"Preflight of {data[0]} on {world} ranks"
+    assert head == f"Preflight of {data[0]} on {world} rank{'s' if world > 1 else ''}"
     found: dict[str, str] = {"": last}
     name = ""
     for line in lines:
@@ -333,19 +349,10 @@ def test_what_is_wrong_with_a_checkpoint_is_told_of_each_rank(data: list[str]) -
     save = ["--save", str(folder / "runs" / "a"), "--save-interval", "1"]
     save += ["--train-iters", "3", "--exit-interval", "1"]
     run_ranks(1, entry.pretrain, [*data[:2], str(folder / data[2]), *save], fresh=True)
-    flags = [
-        "--block-parallel-size",
-        "4",
-        "--save",
-        "runs/a",
-        "--load",
-        "runs/a",
-        "--save-interval",
-        "4",
-    ]
+    flags = [*CSBP, "--save", "runs/a", "--load", "runs/a", "--save-interval", "4"]
     words = str(folder / data[2])
     code, found = fly(4, [*data[:2], words], flags, of_checkpoints)
-    assert (code, failing(found), unseen(found)) == (2, ["checkpoint"], [])
+    assert (code, failing(found), unseen(found)) == (2, ["checkpoint", "saving"], [])
     short, broken, nothing = lines_of(found, "checkpoint")
     assert short.startswith("rank 1 (HOST): ")
     assert ".distcp: " in short
@@ -355,6 +362,12 @@ def test_what_is_wrong_with_a_checkpoint_is_told_of_each_rank(data: list[str]) -
     )
     assert nothing.startswith("starts from: runs/a/iter_0000001 (digest ")
     assert "but nothing on rank 3 (HOST); let all ranks see the same folder" in nothing
+    (unshared,) = lines_of(found, "saving")
+    assert unshared.startswith("ranks 1-3 (HOST): --save runs/a: what rank 0 writes into ")
+    assert "is not seen here, and a checkpoint is written by all ranks into one" in unshared
+    assert not list(folder.glob("**/preflight-*"))
+    # Slots of two ranks are two data-parallel ranks.
+    assert [(folder / f"replica{rank}").read_text() for rank in range(4)] == ["0", "0", "1", "1"]
 
 
 @pytest.mark.parametrize(
@@ -364,8 +377,10 @@ def test_what_is_wrong_with_a_checkpoint_is_told_of_each_rank(data: list[str]) -
             TP,
             wrong_sum,
             [
+                "ranks 0-1 (HOST): tensor parallel of ranks 0, 1: an all-reduce of rank numbers "
+                "gave 1 of 3 ranks, and 2 ranks add up to 1; look at",
                 "ranks 2-3 (HOST): tensor parallel of ranks 2, 3: an all-reduce of rank numbers "
-                "gave 6 of 3 ranks, and 2 ranks add up to 5; look at",
+                "gave 6 of 2 ranks, and 2 ranks add up to 5; look at",
             ],
         ),
         (

@@ -5,9 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.training.argument_utils import _apply_yarn_config_from_args
 
 from megatron_bp.arguments import contract
-from megatron_bp.arguments.contract import FIELDS, MODEL, ContractError, check_contract, differences
+from megatron_bp.arguments.contract import (
+    FIELDS,
+    MODEL,
+    UNSET,
+    ContractError,
+    check_contract,
+    differences,
+)
 
 # Each field as it was saved, and a value that differs.
 VALUES: dict[str, tuple[Any, Any]] = {
@@ -74,8 +82,12 @@ def test_a_difference_names_the_field_the_saved_value_and_the_new(
     with pytest.raises(ContractError) as caught:
         check_contract(changed)
     message = str(caught.value)
-    shown = "the tokenizer's vocabulary" if name == "bdlm_vocabulary" else f"--{name}"
-    assert f"{shown.replace('_', '-')} was {old}, is {new}." in message
+    others = {
+        "bdlm_vocabulary": "the tokenizer's vocabulary",
+        "layernorm_epsilon": "--norm-epsilon",
+    }
+    shown = others.get(name, f"--{name.replace('_', '-')}")
+    assert f"{shown} was {old}, is {new}." in message
     assert f"{checkpoint}/iter_0000006 was trained with" in message
     assert "--finetune" in message
 
@@ -189,3 +201,17 @@ def test_without_groups_there_is_a_key_head_for_each_query_head() -> None:
     )
     other = Namespace(group_query_attention=True, num_attention_heads=4, num_query_groups=2)
     assert differences(Namespace(num_query_groups=1, **same), other) == [("num_query_groups", 4, 2)]
+
+
+def test_what_is_not_given_is_megatrons_default() -> None:
+    """None in its arguments stands for the value that its model is built with."""
+    given = Namespace(position_embedding_type="yarn", rotary_scaling_factor=2.0)
+    given.mscale = given.mscale_all_dim = 1.0
+    built = Namespace()
+    _apply_yarn_config_from_args(built, Namespace(**vars(given) | dict.fromkeys(UNSET)))
+    assert {name: getattr(built, name) for name in UNSET} == UNSET
+    for name, value in UNSET.items():
+        unset = Namespace(**{name: None})
+        assert differences(Namespace(**{name: value}), unset) == []
+        assert differences(unset, Namespace(**{name: value})) == []
+        assert differences(Namespace(**{name: 0}), unset) == [(name, 0, value)]

@@ -64,11 +64,48 @@ def test_the_reference_computes_as_the_checkpoint_says_on_one_rank(
     run = start(monkeypatch, SAVED, rotary_base=500)
     assert run is not None
     assert "--rotary-base was 10000, is 500" in run.changed
+    assert run.contradicts == "", "without rotary positions their base does nothing"
     told = run.trained_with
     assert told.rotary_base == 10000
     assert told.objective == "ar"
     assert (told.context_parallel_size, told.sequence_parallel) == (1, False)
     assert told.padded_vocab_size == 512  # of 257 ids, to 128 x TP of this run
+
+
+def test_what_no_check_of_a_conversion_passes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = SAVED | {
+        "position_embedding_type": "rope",
+        "layernorm_epsilon": 1e-5,
+        "moe_router_topk": 2,
+        "moe_aux_loss_coeff": 0.0,
+    }
+    same = {name: saved[name] for name in saved.keys() - SAVED.keys()}
+    other = same | {"layernorm_epsilon": 1e-6, "moe_router_topk": 4, "moe_aux_loss_coeff": 0.1}
+    run = start(monkeypatch, saved, **(other | {"rotary_base": 500}))
+    assert run is not None
+    assert run.contradicts == "--rotary-base was 10000, is 500"
+    assert all(f"--{flag} was" in run.changed for flag in ("norm-epsilon", "moe-router-topk"))
+    run = start(monkeypatch, saved | {"num_experts": 4}, num_experts=4, **other)
+    assert run is not None
+    assert run.contradicts == "--moe-router-topk was 2, is 4"
+
+
+@pytest.mark.parametrize(
+    ("saved", "args", "checked"),
+    [
+        ({}, {}, True),
+        ({}, {"check_conversion": "off"}, False),
+        ({}, {"skip_train": True}, False),
+        ({"objective": "block_diffusion"}, {}, False),
+    ],
+)
+def test_which_runs_compare_logits(
+    monkeypatch: pytest.MonkeyPatch, saved: dict[str, Any], args: dict[str, Any], checked: bool
+) -> None:
+    run = start(monkeypatch, SAVED | saved)
+    assert run is not None
+    flags = {"check_conversion": "auto", "skip_train": False}
+    assert run.is_checked(Namespace(**flags | args)) == checked
 
 
 @pytest.mark.parametrize(

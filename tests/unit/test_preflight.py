@@ -1,8 +1,10 @@
 """Parts of `pretrain_bdlm.py --preflight`, no ranks: verdicts, divisors, memory, files, board."""
 
+import os
 import threading
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megatron_bp.arguments.parse import _refuse_looks, parsed
 from megatron_bp.planning.layout import Layout
-from megatron_bp.tools.preflight import machine, memory
+from megatron_bp.tools import looks
+from megatron_bp.tools.looks import looked_at
+from megatron_bp.tools.preflight import machine, memory, shared
 from megatron_bp.tools.preflight.board import Board, ToldToEndError
-from megatron_bp.tools.preflight.command import run
+from megatron_bp.tools.preflight.command import _named, _Rounds, place, preflight, run
 from megatron_bp.tools.preflight.degrees import Divisor, divisors, refusal
 from megatron_bp.tools.preflight.findings import (
     Finding,
@@ -28,6 +32,8 @@ from megatron_bp.tools.preflight.findings import (
     summary,
     table,
 )
+from megatron_bp.tools.preflight.sample import check_sample, rows_of
+from megatron_bp.tools.preflight.shared import SavedFile, saved_file
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 OK = Finding(True, "fine")
@@ -174,6 +180,40 @@ def test_a_rank_has_its_stage_and_place_in_the_slot() -> None:
     ]
 
 
+def test_each_rank_is_estimated_at_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = replace(Layout(), tp=2, pp=2, bp=2, cp=2)
+    monkeypatch.setattr(memory, "task_of", lambda args: None)
+    monkeypatch.setattr(memory, "layout_of", lambda args: layout)
+    monkeypatch.setattr(memory, "counted", lambda *given: None)
+    monkeypatch.setattr(
+        memory,
+        "memory",
+        lambda task, layout, counts, stage, slot, uncounted: Namespace(
+            total=100 + 10 * stage + slot, parts={"process": 7}
+        ),
+    )
+    ranks = [Namespace(rank=rank, world_size=8) for rank in range(8)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [memory.needed(rank) for rank in ranks] == [100, 100, 101, 101, 110, 110, 111, 111]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # torch does not see the process
+    assert memory.needed(ranks[6]) == 104
+
+
+def test_what_is_free_on_this_ranks_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {0: 5, 1: 6}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "H200")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert memory.there(2) == (6, 9, "GPU 1, H200")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(
+        ValueError, match="LOCAL_RANK 2, and 2 GPUs are shown to this process: start"
+    ):
+        memory.there(2)
+
+
 def test_the_least_limit_of_a_machine_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,13 +286,100 @@ def test_a_checkpoint_has_all_its_bytes(tmp_path: Path) -> None:
         machine.checkpoint(args)
 
 
+@pytest.mark.parametrize(
+    ("contradicts", "checked", "ok"),
+    [("--rotary-base was 1, is 2", True, False), ("", True, True), ("x was 1", False, True)],
+)
+def test_a_checkpoint_of_another_rotary_base_is_told_before_the_run_is_refused(
+    contradicts: str, checked: bool, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Finding(True, "whole", {"starts from": "a"})
+    changed = "--rotary-base was 1, is 2; --norm-epsilon was 1, is 2"
+    run = Namespace(folder="a", changed=changed, contradicts=contradicts)
+    run.is_checked = lambda args: checked
+    monkeypatch.setattr(machine, "checkpoint", lambda args: whole)
+    monkeypatch.setattr(machine, "new_run", lambda args: run)
+    found = machine.starts_from(Namespace(), machine.Look())
+    assert (found.ok, found.same) == (ok, whole.same)
+    if not checked:
+        assert found == whole
+    elif ok:
+        assert f"whole\nset otherwise than there: {changed}; the run compares" in found.said
+    else:
+        assert "a was trained with other values: --rotary-base was 1, is 2. The run" in found.said
+        assert "set them as they were, or start all the same with --check-conversion off" in (
+            found.said
+        )
+    monkeypatch.setattr(machine, "new_run", lambda args: None)
+    assert machine.starts_from(Namespace(), machine.Look()) == whole
+
+
+def alone() -> SavedFile:
+    return SavedFile(Board(HashStore(), 0, 1, 1))
+
+
 def test_saving_leaves_nothing_behind(tmp_path: Path) -> None:
     args = Namespace(save=str(tmp_path / "run" / "deep"))
-    assert machine.saving(args).ok
+    assert machine.saving(args, alone()).ok
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=r"--save .*cannot be written"):
-        machine.saving(Namespace(save="/proc/run"))
-    assert machine.saving(Namespace(save=None)).said == "nothing is saved (no --save)"
+        machine.saving(Namespace(save="/proc/run"), alone())
+    assert machine.saving(Namespace(save=None), alone()).said == "nothing is saved (no --save)"
+
+
+def test_saving_below_a_folder_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may do all, so the fault is planted: what is below cannot be looked at."""
+    stat, lstat = os.stat, os.lstat
+
+    def refused(look: Any, path: Any, **more: Any) -> Any:
+        if "deep" in Path(path).parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **more)
+
+    def closed(**more: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(more["dir"]))
+
+    monkeypatch.setattr(os, "stat", partial(refused, stat))
+    monkeypatch.setattr(os, "lstat", partial(refused, lstat))
+    monkeypatch.setattr(machine.tempfile, "NamedTemporaryFile", closed)
+    want = rf"--save .*deep/run: {tmp_path} cannot be written \(Permission denied\); choose"
+    with pytest.raises(ValueError, match=want):
+        machine.saving(Namespace(save=str(tmp_path / "deep" / "run")), alone())
+
+
+@pytest.mark.parametrize("deeper", ["", "run"])
+def test_a_file_in_the_place_of_the_save_folder(tmp_path: Path, deeper: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--save .*: .*/file is a file, and must be a folder"):
+        machine.saving(Namespace(save=str(tmp_path / "file" / deeper)), alone())
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"/link is a file"):
+        machine.saving(Namespace(save=str(tmp_path / "link")), alone())
+
+
+@pytest.mark.parametrize("there", ["run", "run/deep"])
+def test_a_folder_that_is_not_shared(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "WITHIN", 0.0)
+    store = HashStore()
+    files = [SavedFile(Board(store, rank, 3, 1)) for rank in range(3)]
+    for host in ("a", "b"):
+        (tmp_path / host / there).mkdir(parents=True)
+    # Ranks 0 and 1 are on one host, and 2 is on another that has a folder of the same name.
+    hosts = [Namespace(save=str(tmp_path / host / "run" / "deep")) for host in "aab"]
+    with saved_file(Board(store, 0, 3, 1)) as file:
+        for rank, args in ((1, hosts[1]), (2, hosts[2])):
+            files[rank].put(args)
+            files[rank].check(args)  # rank 0 has put nothing: nothing is looked for
+        file.put(hosts[0])
+        file.check(hosts[0])
+        assert machine.saving(hosts[1], files[1]).ok
+        with pytest.raises(ValueError, match=r"--save .*b/run/deep: what rank 0 writes into .*a"):
+            machine.saving(hosts[2], files[2])
+    assert not list(tmp_path.glob("**/preflight-*"))
 
 
 # --- the board -----------------------------------------------------------------------------------
@@ -312,3 +439,100 @@ def test_flags_of_a_preflight_are_refused_in_a_file(flag: str) -> None:
     _refuse_looks(["--seed"])
     with pytest.raises(ValueError, match="both on the command line"):
         _refuse_looks(["--seed", flag])
+
+
+@pytest.mark.parametrize("flags", [["--preflight", "--dry-run"], ["--dry-run", "--preflight"]])
+def test_two_looks_at_once_are_refused(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(
+        looks, "LOOKS", {flag: lambda argv, f=flag: taken.append(f) for flag in flags}
+    )
+    with pytest.raises(SystemExit) as end:
+        looked_at(["run.yaml", *flags])
+    assert (end.value.code, taken) == (2, [])
+    assert " and ".join(flags) in capsys.readouterr().err
+    assert looked_at(["run.yaml", flags[0]])
+    assert taken == flags[:1]
+    assert not looked_at(["run.yaml"])
+
+
+def test_an_index_that_takes_long_is_told_with_what_to_wait_by() -> None:
+    board = Board(HashStore(), 1, 2, 0.1)
+    want = r"rank 0 has not made the index of the data within 0\.2 s: .* --preflight-timeout 0\.1,"
+    with pytest.raises(ValueError, match=want):
+        check_sample(Namespace(), 0, board)
+
+
+def test_data_parallel_ranks_begin_with_rows_of_their_own() -> None:
+    assert [*rows_of(2, 0)] == [0, 1]
+    assert [*rows_of(2, 3)] == [6, 7]
+
+
+# --- the start -----------------------------------------------------------------------------------
+
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+def test_a_rank_knows_its_place() -> None:
+    assert place(TORCHRUN, False) == (2, 4)
+    assert place({}, False) == (0, 1)
+    assert place({"RANK": "1", "WORLD_SIZE": "2"}, True) == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_what_starts_ranks_and_is_not_set(name: str) -> None:
+    some = {key: value for key, value in TORCHRUN.items() if key != name}
+    want = f"WORLD_SIZE is 4 but {name} is not set, and several ranks need both: start them with"
+    with pytest.raises(ValueError, match=want):
+        place(some, False)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_what_starts_ranks_and_is_no_number(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=abc: must be a whole number; start the ranks"):
+        place(TORCHRUN | {name: "abc"}, False)
+
+
+@pytest.mark.parametrize("rank", ["4", "-1"])
+def test_a_rank_that_cannot_be(rank: str) -> None:
+    with pytest.raises(ValueError, match=rf"RANK={rank}: must be from 0 to 3 \(WORLD_SIZE=4\)"):
+        place(TORCHRUN | {"RANK": rank}, False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "argv", "want"),
+    [
+        ({"WORLD_SIZE": "4"}, ["--preflight"], "but RANK is not set, and several ranks need both"),
+        ({}, ["--preflight-timeout", "0"], "--preflight-timeout 0.0: must be above 0 seconds"),
+    ],
+)
+def test_a_start_that_cannot_be_is_told_in_one_line(
+    variables: dict[str, str],
+    argv: list[str],
+    want: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in (*TORCHRUN, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        preflight(argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (end.value.code, line[:24]) == (2, "pretrain_bdlm.py: error:")
+    assert want in line
+
+
+def test_a_preflight_is_named_by_its_config() -> None:
+    assert _named(["run.yaml", "--preflight"]) == "run.yaml"
+    assert _named(["--preflight"]) == _named([]) == "a run without a config file"
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (None, 2), (False, 2)])
+def test_what_was_not_looked_at_ends_a_preflight_as_a_failure(ok: bool | None, code: int) -> None:
+    rounds = _Rounds(Board(HashStore(), 0, 1, 1))
+    rounds.do("start", {"data": lambda: OK, "sample": lambda: Finding(ok, "needs data")})
+    assert rounds.end() == code

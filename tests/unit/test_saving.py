@@ -55,6 +55,27 @@ def test_a_folder_that_should_hold_a_checkpoint_and_does_not_is_an_error(
         check(tmp_path, **more)
 
 
+@pytest.mark.parametrize("name", ["save", "load", "pretrained_checkpoint"])
+def test_a_folder_that_cannot_be_read_is_named_with_its_flag(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one below another user's folder; root may read all, so the fault is planted."""
+    closed, stat = tmp_path / "closed", Path.stat
+
+    def refused(self: Path, **more: Any) -> Any:
+        if self.is_relative_to(closed):
+            raise PermissionError(13, "Permission denied", str(self))
+        return stat(self, **more)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    folders = {"load": None, "save": None} | {name: str(closed)}
+    want = (
+        rf"--{name.replace('_', '-')} {closed}: {closed}/.* cannot be read \(Permission denied\);"
+    )
+    with pytest.raises(LoadError, match=want):
+        check(tmp_path, **folders)
+
+
 def test_weights_to_start_from_that_are_not_there_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"--pretrained-checkpoint .*: holds no checkpoint"):
         check(tmp_path, pretrained_checkpoint=str(tmp_path / "typo"))

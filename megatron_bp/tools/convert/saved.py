@@ -12,7 +12,7 @@ from megatron_bp.tools.convert.model import megatron_arguments
 from megatron_bp.tools.convert.refused import ConvertError
 
 OF_TRAINING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
-NO_PART = ("optimizer", "bf16", "yarn_correction_range_round_to_int", *OF_TRAINING)
+NO_PART = ("optimizer", "bf16", *OF_TRAINING)
 COMPARED = tuple(name for name in dict.fromkeys((*SHAPES, *MODEL)) if name not in NO_PART)
 
 

@@ -2,5 +2,5 @@
 
 `torchrun ... pretrain_bdlm.py CONFIG --preflight`. command.py has the order of the checks, board.py
 what ranks tell one another without a process group, findings.py the verdict over all ranks and its
-words. The checks: degrees.py, machine.py (of one rank), groups.py and sample.py (of many).
+words. The checks: degrees.py, machine.py (of one rank), groups.py, sample.py, shared.py (of many).
 """

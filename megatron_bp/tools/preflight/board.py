@@ -72,6 +72,10 @@ class Board:
         self._until(lambda: self._store.check([topic]), 2 * self.patience)
         return self._read(topic)
 
+    def heard(self, topic: str) -> str | None:
+        """Rank 0's word, if it has come already."""
+        return self._read(topic)
+
     def meet(self, topic: str, ranks: Sequence[int]) -> dict[int, str | None]:
         """Wait for the ranks of a group, this one among them; what others than `HERE` said.
 

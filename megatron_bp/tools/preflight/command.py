@@ -37,6 +37,7 @@ from megatron_bp.tools.preflight.findings import (
     summary,
     table,
 )
+from megatron_bp.tools.preflight.shared import SavedFile, saved_file
 
 START = timedelta(minutes=5)  # in which all ranks reach the store
 EVERYONE = "everyone"  # beside checks: it fails if a rank does not answer
@@ -45,14 +46,21 @@ Check = Callable[[], Finding]
 
 def preflight(argv: list[str]) -> None:
     """Check the job of a command line on all of its ranks; exits with 2 where something failed."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    limit, store = _limit(argv), _store(rank, world)
+    try:
+        rank, world, limit = *place(os.environ, dist.is_initialized()), _limit(argv)
+    except ValueError as error:
+        print(f"pretrain_bdlm.py: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from error
+    store = _store(rank, world)
     rounds = _Rounds(Board(PrefixStore("preflight", store), rank, world, 2 * limit))
     before = signal.signal(signal.SIGTERM, rounds.told_to_end)
     try:
         if rank == 0:
-            print(f"Preflight of {argv[0]} on {world} ranks", flush=True)
-        _all_rounds(argv, rounds, PrefixStore("ranks", store), limit)
+            print(
+                f"Preflight of {_named(argv)} on {world} rank{'s' if world > 1 else ''}", flush=True
+            )
+        with saved_file(rounds.board) as file:
+            _all_rounds(argv, rounds, PrefixStore("ranks", store), limit, file)
         code = rounds.end()
     except ToldToEndError:
         code = 2
@@ -65,7 +73,9 @@ def preflight(argv: list[str]) -> None:
         dist.destroy_process_group()
 
 
-def _all_rounds(argv: list[str], rounds: "_Rounds", store: Store, limit: float) -> None:
+def _all_rounds(
+    argv: list[str], rounds: "_Rounds", store: Store, limit: float, file: SavedFile
+) -> None:
     with _quiet():
         if cpu.needed():
             cpu.install()
@@ -80,6 +90,7 @@ def _all_rounds(argv: list[str], rounds: "_Rounds", store: Store, limit: float) 
     def of_arguments() -> Finding:
         nonlocal args
         args, finding = machine.arguments_of(argv, look)
+        file.put(args)
         return finding
 
     go = rounds.do(
@@ -112,17 +123,23 @@ def _all_rounds(argv: list[str], rounds: "_Rounds", store: Store, limit: float) 
         {
             "data": with_arguments(machine.data),
             "checkpoint": with_arguments(machine.starts_from, look),
-            "saving": with_arguments(machine.saving),
+            "saving": with_arguments(machine.saving, file),
             "memory": with_arguments(lambda args: Finding(True, memory.check_memory(args))),
             "kernel": with_arguments(machine.kernel, look),
         },
     )
+    file.remove()
     together = together and EVERYONE not in go
     needs = "needs arguments and answers of all ranks"
     go |= rounds.do("groups", {"groups": joined if together else _not_looked_at(needs)})
     ready = together and not go & {"groups", "data", EVERYONE}
     needs = "needs data and groups of all ranks"
     rounds.do("sample", {"sample": first_sample if ready else _not_looked_at(needs)})
+
+
+def _named(argv: list[str]) -> str:
+    """The config file of a command line."""
+    return argv[0] if argv and not argv[0].startswith("-") else "a run without a config file"
 
 
 def _not_looked_at(why: str) -> Check:
@@ -160,7 +177,12 @@ class _Rounds:
             board.announce(f"{topic}/verdict", json.dumps(self._judge(topic, list(checks))))
         heard = board.hear(f"{topic}/verdict")
         if heard is None:
-            print(f"preflight: rank {board.rank}: rank 0 is silent", file=sys.stderr, flush=True)
+            print(
+                f"preflight: rank {board.rank}: rank 0 is silent in round `{topic}`; if it is at "
+                f"work still, wait longer with --preflight-timeout {board.patience:g}",
+                file=sys.stderr,
+                flush=True,
+            )
             raise SystemExit(2)
         return set(json.loads(heard))
 
@@ -241,13 +263,38 @@ def _limit(argv: list[str]) -> float:
     parser.add_argument("--preflight-timeout", type=float, default=60.0)
     limit = float(parser.parse_known_args(argv)[0].preflight_timeout)
     if not limit > 0:
-        print(
-            f"pretrain_bdlm.py: error: --preflight-timeout {limit}: must be above 0 seconds",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise SystemExit(2)
+        raise ValueError(f"--preflight-timeout {limit}: must be above 0 seconds")
     return limit
+
+
+def place(variables: Mapping[str, str], joined: bool) -> tuple[int, int]:
+    """(rank, ranks), from what starts the ranks.
+
+    Args:
+        variables: of the environment.
+        joined: there is a process group, so that nothing has to be found any more.
+
+    Raises:
+        ValueError: one that several ranks need is not set, or is no number that it can be.
+    """
+    out = "start the ranks with torchrun, which sets it"
+    numbers = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 0}
+    for name in numbers:
+        try:
+            numbers[name] = int(variables.get(name, numbers[name]))
+        except ValueError as error:
+            raise ValueError(f"{name}={variables[name]}: must be a whole number; {out}") from error
+    rank, world = numbers["RANK"], numbers["WORLD_SIZE"]
+    needed = ("RANK",) if joined else ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    absent = [name for name in needed if name not in variables]
+    if world > 1 and absent:
+        raise ValueError(
+            f"WORLD_SIZE is {world} but {absent[0]} is not set, and several ranks need both: start "
+            f"them with torchrun, or unset WORLD_SIZE to run one"
+        )
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK={rank}: must be from 0 to {world - 1} (WORLD_SIZE={world}); {out}")
+    return rank, world
 
 
 def _store(rank: int, world: int) -> Store:

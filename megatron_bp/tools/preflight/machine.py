@@ -5,6 +5,7 @@ import os
 import platform
 import tempfile
 from argparse import Namespace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_bp.arguments.command_line import join
 from megatron_bp.arguments.contract import AGAIN, newest_checkpoint
 from megatron_bp.arguments.data_paths import data_prefixes, lacking
 from megatron_bp.arguments.flags import full_parser
+from megatron_bp.arguments.from_checkpoint import new_run
 from megatron_bp.arguments.parse import checked, parsed
 from megatron_bp.arguments.parse import refusal as refusal_of
 from megatron_bp.arguments.versions import check_versions
@@ -26,6 +28,7 @@ from megatron_bp.data.indexed import check_lengths, read_index
 from megatron_bp.data.supervised import supervised_of
 from megatron_bp.tools.preflight.degrees import divisors, refusal
 from megatron_bp.tools.preflight.findings import Finding
+from megatron_bp.tools.preflight.shared import SavedFile, nearest
 from megatron_bp.training.saving import check_load
 
 PACKAGES = (
@@ -157,14 +160,25 @@ def _ends(path: Path) -> bytes:
 
 
 def starts_from(args: Namespace, look: Look) -> Finding:
-    """The checkpoint that the run starts from, if any, is there and whole.
+    """The checkpoint that the run starts from, if any, is there and whole, and of this model.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not there or not whole.
     """
     if look.checkpoint is not None:
         raise ValueError(look.checkpoint)
-    return checkpoint(args)
+    found, run = checkpoint(args), new_run(args)
+    if run is None or not run.changed or not run.is_checked(args):
+        return found
+    if run.contradicts:
+        text = (
+            f"{run.folder} was trained with other values: {run.contradicts}. The run compares its "
+            f"logits with the checkpoint's before it trains, and would end there: set them as they "
+            f"were, or start all the same with --check-conversion off"
+        )
+        return replace(found, ok=False, said=text)
+    text = f"set otherwise than there: {run.changed}; the run compares logits before it trains"
+    return replace(found, said=f"{found.said}\n{text}")
 
 
 def checkpoint(args: Namespace) -> Finding:
@@ -209,26 +223,30 @@ def _reader(folder: Path) -> Any:
     return FileSystemReader(folder)
 
 
-def saving(args: Namespace) -> Finding:
-    """Each rank can write where checkpoints are saved; what it writes is gone again.
+def saving(args: Namespace, file: SavedFile) -> Finding:
+    """Each rank can write where rank 0 saves checkpoints; what it writes is gone again.
+
+    Args:
+        args: Megatron's validated arguments.
+        file: that rank 0 has written there.
 
     Raises:
         ValueError: it cannot.
     """
     if not args.save:
         return Finding(True, "nothing is saved (no --save)")
-    folder = Path(args.save).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    _, there = nearest(args.save)
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix="preflight-") as file:
-            file.write(b"written")
-            file.flush()
+        with tempfile.NamedTemporaryFile(dir=there, prefix="preflight-") as own:
+            own.write(b"written")
+            own.flush()
     except OSError as error:
         raise ValueError(
             f"--save {args.save}: {there} cannot be written ({error.strerror}); choose a folder "
             f"that can, or make room"
         ) from error
-    return Finding(True, f"{args.save} can be written")
+    file.check(args)
+    return Finding(True, f"{args.save} can be written, and all ranks see the same")
 
 
 def kernel(args: Namespace, look: Look) -> Finding:

@@ -29,7 +29,11 @@ def check_sample(args: Namespace, replica: int, board: Board) -> Finding:
         ValueError: the data do not suffice, or their index is not there.
     """
     if board.rank and board.hear(INDEXED) is None:
-        raise ValueError("rank 0 has not made the index of the data in time: see what it says")
+        raise ValueError(
+            f"rank 0 has not made the index of the data within {2 * board.patience:g} s: that of a "
+            f"large blend takes longer at its first start, and is kept; wait longer with "
+            f"--preflight-timeout {board.patience:g}, or see what rank 0 says"
+        )
     try:
         built = _built(args)
     except OSError as error:
