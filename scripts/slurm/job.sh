@@ -9,6 +9,7 @@
 #   RANKS_PER_NODE  default: the GPUs of a node that were asked for
 #   LOGS            default runs/slurm; every job has a folder in it, and every node two files for each start
 #   MAX_RESTARTS    default 100; how often a job is queued again
+#   PREFLIGHT_TIMEOUT  default 60; seconds that a collective of the preflight may take
 set -euo pipefail
 
 say() { echo "job.sh: $*"; }
@@ -113,15 +114,19 @@ main() {
   if [ ! -f pretrain_bdlm.py ]; then fail "$PWD has no pretrain_bdlm.py: it is not the project's root"; fi
   if [ $# -eq 0 ]; then fail "no arguments: give a config file, and flags"; fi
 
-  local code=0 nodes stop_mark word
+  local code=0 nodes stop_mark timeout word
   for word in "$@"; do
     case $word in
       --dry-run | --print-config | --preflight | --help | -h)
         fail "$word ends before the first step, and a job is there to train: leave it out, or do it without sbatch" ;;
+      --preflight-timeout | --preflight-timeout=*)
+        fail "$word is of the preflight, and these arguments are the run's too: set PREFLIGHT_TIMEOUT=SECONDS" ;;
     esac
   done
   restart=${SLURM_RESTART_COUNT:-0} most=${MAX_RESTARTS:-100} ended=''
   whole MAX_RESTARTS "$most" 0 "unset it for 100"
+  timeout=${PREFLIGHT_TIMEOUT:-60}
+  whole PREFLIGHT_TIMEOUT "$timeout" 1 "unset it for 60"
   whole SLURM_CPUS_ON_NODE "${SLURM_CPUS_ON_NODE:-}" 1 "Slurm sets it for a batch job: start this with sbatch"
   count_ranks
   logs=${LOGS:-runs/slurm}/$SLURM_JOB_ID
@@ -141,7 +146,7 @@ main() {
   rm -f "$stop_mark"
 
   say "start $restart on ${nodes//$'\n'/ }, $RANKS_PER_NODE ranks a node; logs: $logs/{preflight,start}$restart-NODE.log"
-  on_nodes "preflight$restart" "$@" --preflight || code=$?
+  on_nodes "preflight$restart" "$@" --preflight --preflight-timeout "$timeout" || code=$?
   if [ "$code" -ne 0 ]; then
     say "the preflight FAILED with code $code, and nothing was trained:" >&2
     show_preflight "preflight$restart" >&2 || tell_first_failure "preflight$restart"

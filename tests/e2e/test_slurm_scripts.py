@@ -103,6 +103,8 @@ def meet_at_the_first_host(job: Job, name: str, nodes: int = 2, more: str = "") 
         assert log(job, name, node).count(line) == 1, job.text()
 
 
+# What the two steps of a start have beside the arguments of the job.
+CHECK, RUN = "--preflight --preflight-timeout 60", "--exit-signal SIGUSR1"
 # Every node has its 16 CPUs, is not bound to some of them, and has settings.sh's variables.
 SET = "set: yes yes 16 none 1 1 expandable_segments:True 7 ib7 ib7\n"
 
@@ -116,7 +118,7 @@ def test_preflight_run_signal_and_another_start(
     job = start(CONTAINER="env WRAPPED=yes", NCCL_NVLS_ENABLE="7", INTERFACE="ib7")
     preempt(job)
     for restart in ("0", "1"):
-        for name, more in (("preflight", "--preflight"), ("start", "--exit-signal SIGUSR1")):
+        for name, more in (("preflight", CHECK), ("start", RUN)):
             meet_at_the_first_host(job, name + restart, more=more)
             for node in (0, 1):
                 assert SET in log(job, name + restart, node)
@@ -365,8 +367,9 @@ def test_as_many_ranks_as_gpus_were_asked_for(
     tmp_path: Path, ranks: str, variables: dict[str, str]
 ) -> None:
     """And one task a node for them, with its CPUs, whatever sbatch was given."""
-    code, told = alone(tmp_path, "run.yaml", "--preflight-timeout", "9", **variables)
+    code, told = alone(tmp_path, "run.yaml", PREFLIGHT_TIMEOUT="9", **variables)
     assert code == 3, told
+    assert "run.yaml --preflight --preflight-timeout 9\n" in told
     assert f"job.sh: start 0 on a b, {ranks} ranks a node" in told
     step = "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=16 --cpu-bind=none "
     assert f"srun {step}--kill-on-bad-exit=1" in told
@@ -376,6 +379,7 @@ REFUSED = [
     ("MAX_RESTARTS", "abc", "unset it for 100"),
     ("MAX_RESTARTS", "-1", "unset it for 100"),
     ("MAX_RESTARTS", "99999999999999999999", "unset it for 100"),
+    ("PREFLIGHT_TIMEOUT", "0", "unset it for 60"),
     ("RANKS_PER_NODE", "0", "unset it for one for each GPU"),
     ("RANKS_PER_NODE", "abc", "unset it for one for each GPU"),
     ("RANKS_PER_NODE", "08", "unset it for one for each GPU"),
@@ -402,6 +406,14 @@ def test_a_look_at_a_run_is_no_job(tmp_path: Path, flag: str) -> None:
     code, told = alone(tmp_path, "run.yaml", flag, "--save", "a")
     assert code == 2, told
     assert told.startswith(f"job.sh: error: {flag} ends before the first step")
+
+
+@pytest.mark.parametrize("flag", ["--preflight-timeout=9", "--preflight-timeout"])
+def test_the_preflights_own_flag_is_a_variable(tmp_path: Path, flag: str) -> None:
+    code, told = alone(tmp_path, "run.yaml", flag, "9")
+    assert code == 2, told
+    assert told.startswith(f"job.sh: error: {flag} is of the preflight")
+    assert "set PREFLIGHT_TIMEOUT=SECONDS" in told
 
 
 def test_sbatch_from_elsewhere_needs_chdir(start: Start) -> None:
