@@ -48,6 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, YaRN without mscale": {
         "rope_parameters": {key: YARN[key] for key in list(YARN)[:6]} | {"truncate": False}
     },
+    "llama, factor 32": {"rope_parameters": LLAMA3 | {"factor": 32.0}},
+    "llama, linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
     "ministral3, as NVIDIA publishes it": {"rope_parameters": YARN},
     "qwen2, windows": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "qwen3_moe, a dense layer": {**EXPERTS, "mlp_only_layers": [1]},
@@ -56,12 +58,14 @@ NVIDIAS = "ministral3, as NVIDIA publishes it"  # which Nemotron-Labs-Diffusion 
 FAMILIES = tuple(name for name in MODELS if "," not in name)
 
 
-def save_tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def save_tiny(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY
+) -> None:
     """A folder as save_pretrained writes it."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind = name.partition(",")[0]
-    config = CONFIG_MAPPING[kind](**SIZES, **MODELS[name])
+    config = CONFIG_MAPPING[kind](**SIZES | {"vocab_size": vocabulary}, **MODELS[name])
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from tiny import (
     MODELS,
     NVIDIAS,
     SWAPS,
+    VOCABULARY,
     as_ministral3,
     as_nvidia_publishes,
     change,
@@ -24,6 +25,7 @@ from tiny import (
 
 from megatron_bp.tools.convert.agreement import FREQUENCIES, MISTAKE, Agreement, Row
 from megatron_bp.tools.convert.families import HuggingFace
+from megatron_bp.tools.convert.folder import INDEX
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.weights import Heads, joined, separated
 
@@ -66,7 +68,11 @@ def test_logits_agree_and_the_way_back_is_bitwise(name: str, tmp_path: Path) -> 
     for key, tensor in before.items():
         assert torch.equal(tensor, after[key]), key
         assert tensor.dtype == after[key].dtype
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
+    assert {file.stat().st_mode for file in files} == {(tmp_path / "out" / INDEX).stat().st_mode}
     was, now = (
         json.loads((tmp_path / where / "config.json").read_text()) for where in ("folder", "out")
     )
@@ -223,6 +229,31 @@ def other_config(rank: int, world: int, base: str) -> str:
     return ""
 
 
+def test_padding_of_a_runs_table_is_not_exported(tmp_path: Path) -> None:
+    run_ranks(1, padded_there_and_back, str(tmp_path))
+    before, after = tensors_of(tmp_path / "padded"), tensors_of(tmp_path / "out")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert len(before[name]) == VOCABULARY + 6
+        assert torch.equal(after[name], before[name][:VOCABULARY])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == VOCABULARY
+
+
+def padded_there_and_back(rank: int, world: int, base: str) -> None:
+    """A checkpoint with more rows than ids, as a run has them, into a folder without."""
+    from megatron_bp.tools.convert.exporting import export_folder
+    from megatron_bp.tools.convert.importing import import_folder
+
+    padded, like, checkpoint = (Path(base) / name for name in ("padded", "like", "checkpoint"))
+    save_tiny("qwen3", padded, vocabulary=VOCABULARY + 6)
+    shutil.copytree(padded, like)
+    ids = {"model": {"vocab": {str(number): number for number in range(VOCABULARY)}}}
+    (padded / "tokenizer.json").write_text(json.dumps(ids))
+    config = json.loads((like / "config.json").read_text()) | {"vocab_size": VOCABULARY}
+    (like / "config.json").write_text(json.dumps(config))
+    import_folder(padded, checkpoint, quiet=True)
+    export_folder(like, checkpoint, Path(base) / "out", quiet=True)
+
+
 def test_queries_keys_and_values_group_by_group() -> None:
     heads = Heads(queries=4, groups=2, channels=1)
     q, k, v = (torch.tensor(rows) for rows in ([0, 1, 2, 3], [10, 11], [20, 21]))
@@ -243,7 +274,7 @@ def test_gate_above_up() -> None:
     ]
 
 
-NEMOTRON = {
+NEMOTRON: dict[str, Any] = {
     "model_type": "ministral3",
     "rope_parameters": {
         "rope_type": "yarn",
@@ -257,6 +288,11 @@ NEMOTRON = {
         "llama_4_scaling_beta": 0.1,
     },
 }
+
+
+NAN = float("nan")
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 
 
 def test_flags_of_ministral3() -> None:
@@ -293,7 +329,7 @@ def test_every_number_has_a_place(name: str) -> None:
     if hasattr(config, "layer_types"):
         config.layer_types = config.layer_types[:2]
     if name == "qwen3_moe":
-        config.num_experts = 3
+        config.num_experts, config.num_experts_per_tok = 3, 2
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     want = [key for key, _ in model.named_parameters()]
@@ -323,9 +359,33 @@ def test_every_number_has_a_place(name: str) -> None:
         ({"model_type": "mistral3", "vision_config": {}}, "mistral3.*vision_config"),
         ({"model_type": "sdar"}, "sdar: is none of"),
         ({"model_type": "llama", "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
-        ({"model_type": "llama", "hidden_size": "x"}, "hidden_size x"),
+        ({"model_type": "llama", "hidden_size": "x"}, "hidden_size 'x'"),
         ({"model_type": "llama", "num_key_value_heads": 0}, "num_key_value_heads 0"),
-        ({"model_type": "llama", "rope_theta": float("inf")}, "of a wrong kind"),
+        (
+            {"model_type": "llama", "rope_theta": float("inf")},
+            "rope_theta inf.* number of 2 to 1e",
+        ),
+        ({"model_type": "llama", "rope_parameters": ROPE | {"rope_theta": "1e4"}}, "theta '1e4'"),
+        ({"model_type": "llama", "rope_parameters": ROPE | {"rope_theta": 0.0}}, "rope_theta 0.0"),
+        ({"model_type": "llama", "rope_scaling": LINEAR | {"factor": NAN}}, "scaling: factor nan"),
+        ({"model_type": "llama", "rope_scaling": LINEAR | {"factor": -2}}, "factor -2"),
+        ({"model_type": "llama", "rope_scaling": LINEAR | {"factor": True}}, "factor True"),
+        ({"model_type": "llama", "rms_norm_eps": NAN}, "rms_norm_eps nan.* 1e-30 to 1"),
+        ({"model_type": "llama", "rms_norm_eps": 0}, "rms_norm_eps 0"),
+        ({"model_type": "mistral", "sliding_window": 10**30}, "sliding_window 1000"),
+        ({"model_type": "mistral", "sliding_window": 7.0}, "sliding_window 7.0.* whole number"),
+        (
+            {
+                "model_type": "ministral3",
+                "rope_parameters": NEMOTRON["rope_parameters"] | {"llama_4_scaling_beta": -0.1},
+            },
+            "llama_4_scaling_beta -0.1",
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok 5: has to be at most num_experts, 4",
+        ),
+        ({"model_type": "llama", "quantization_config": {}}, "quantization_config"),
         ({"model_type": "gpt2"}, "none of llama, mistral"),
         ({}, "model_type None"),
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantization_config"),

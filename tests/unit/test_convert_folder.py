@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from tiny import save_tiny
 
 from megatron_bp.tools.convert import command
-from megatron_bp.tools.convert.exporting import _write_texts, table_rows
+from megatron_bp.tools.convert.exporting import _with_mask, table_rows, text_files
 from megatron_bp.tools.convert.families import HuggingFace
 from megatron_bp.tools.convert.folder import INDEX, SINGLE, Folder, WeightFolder
-from megatron_bp.tools.convert.importing import same_names, true_ids
+from megatron_bp.tools.convert.importing import true_ids
+from megatron_bp.tools.convert.matching import same_names
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.tokens import tokens
 
@@ -200,24 +201,37 @@ def test_true_ids_are_the_tokenizers(folder: Path) -> None:
         true_ids(Folder(folder), HuggingFace({"model_type": "llama", "vocab_size": 6}))
 
 
-def test_the_mask_token_is_named(folder: Path, tmp_path: Path) -> None:
-    tokenizer = {"model": {"vocab": {"x": 0}}, "added_tokens": [{"id": 6, "content": "<|mask|>"}]}
+def test_the_mask_token_is_named(folder: Path) -> None:
+    tokenizer = {"model": {"vocab": {"x": 0}}}
+    tokenizer["added_tokens"] = [{"id": 6, "content": "<|mask|>"}, {"id": 7, "content": "y"}]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "x"}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (folder / "modeling.py").write_text("raise SystemExit")
-    out = tmp_path / "out"
-    out.mkdir()
-    _write_texts(Folder(folder, config=False), out, 6)
-    assert sorted(file.name for file in out.iterdir()) == [
-        "chat_template.jinja",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    settings = json.loads((out / "tokenizer_config.json").read_text())
+    settings, note = _with_mask(Folder(folder), 6)
     assert settings == {"eos_token": "x", "mask_token": "<|mask|>"}
+    assert note is None
     with pytest.raises(ConvertError, match="has no id 5, the mask token's"):
-        _write_texts(Folder(folder, config=False), out, 5)
+        _with_mask(Folder(folder), 5)
+
+
+def test_texts_are_the_tokenizers_and_generation_is_the_models(
+    folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "modeling.py"):
+        (tokenizer / name).write_text("{}")
+    own = Folder(tokenizer, config=False)
+    names = ["chat_template.jinja", "tokenizer.json"]
+    assert sorted(text_files(Folder(folder), own)) == names
+    (folder / "generation_config.json").write_text("{}")
+    (folder / "merges.txt").write_text("")
+    found = text_files(Folder(folder), own)
+    assert sorted(found) == [names[0], "generation_config.json", names[1]]
+    assert found["generation_config.json"].parent == folder
+    assert found["tokenizer.json"].parent == tokenizer
+    (tokenizer / "merges.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConvertError, match=r"has no merges\.txt"):
+        text_files(Folder(folder), own)
 
 
 @pytest.mark.parametrize(
@@ -238,15 +252,16 @@ def test_a_tokenizer_of_anybody(folder: Path, text: str) -> None:
         tokens(Folder(folder))
 
 
-def test_a_folder_without_tokenizer_json(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_json(folder: Path) -> None:
     """That of sentencepiece alone, or none: the mask is in config.json alone, which is told."""
     (folder / "tokenizer.model").write_bytes(b"sentencepiece")
-    out = tmp_path / "out"
-    out.mkdir()
-    assert true_ids(Folder(folder), HuggingFace({"model_type": "llama", "vocab_size": 10})) == 10
-    assert "id 6, stands in" in str(_write_texts(Folder(folder), out, 6))
-    assert _write_texts(Folder(folder), out, None) is None
-    assert [file.name for file in out.iterdir()] == ["tokenizer.model"]
+    found = Folder(folder)
+    assert true_ids(found, HuggingFace({"model_type": "llama", "vocab_size": 10})) == 10
+    settings, note = _with_mask(found, 6)
+    assert settings is None
+    assert "id 6, stands in" in str(note)
+    assert _with_mask(found, None) == (None, None)
+    assert list(text_files(found, found)) == ["tokenizer.model"]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from megatron_bp.tools.convert.agreement import SAME, Agreement, Row, distance
 from megatron_bp.tools.convert.checkpoint import Reader
 from megatron_bp.tools.convert.families import HuggingFace
 from megatron_bp.tools.convert.folder import WeightFolder
-from megatron_bp.tools.convert.importing import same_names
+from megatron_bp.tools.convert.matching import same_names, same_tables
 from megatron_bp.tools.convert.model import build, one_process, sharded_weights
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.saved import Saved, saved
@@ -52,6 +52,7 @@ def check_folder(
     folder = WeightFolder(source)
     model = HuggingFace(folder.config)
     same_names(folder, model)  # transformers would fill in what is missing with random numbers
+    same_tables(folder, model)
     found = saved(model, checkpoint, step)
     vocabulary = min(int(model.config.vocab_size), int(found.args.padded_vocab_size))
     rows = list(_rows(model, vocabulary))
@@ -93,16 +94,20 @@ def _theirs(
     family = model.family
     names = {f"^{re.escape(family.trunk)}": "model.", f"^{re.escape(family.head)}$": HEAD}
     architecture = getattr(transformers, family.architecture)
-    network = architecture.from_pretrained(
-        folder.path,
-        config=model.config,
-        dtype=torch.float32,
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        **({"key_mapping": names} if family.read_as else {}),
-        **({"experts_implementation": "eager"} if family.experts else {}),
-    ).eval()
+    try:
+        network = architecture.from_pretrained(
+            folder.path,
+            config=model.config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            **({"key_mapping": names} if family.read_as else {}),
+            **({"experts_implementation": "eager"} if family.experts else {}),
+        ).eval()
+    except (RuntimeError, ArithmeticError, TypeError) as error:  # of shapes, and of nonsense
+        told = " ".join(str(error).split())
+        raise ConvertError(f"{folder.path}: transformers cannot load it: {told}") from error
 
     def logits() -> list[Tensor]:
         found = []

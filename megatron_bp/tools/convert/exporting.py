@@ -19,16 +19,17 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from megatron_bp.tools.convert.card import card, contract
 from megatron_bp.tools.convert.checkpoint import Reader
 from megatron_bp.tools.convert.families import HuggingFace, of_transformers
-from megatron_bp.tools.convert.folder import INDEX, SINGLE, Folder
-from megatron_bp.tools.convert.importing import TEXT_FILES
+from megatron_bp.tools.convert.folder import INDEX, SINGLE, TEXT_FILES, Folder
 from megatron_bp.tools.convert.model import Piece, build, one_process, pieces
 from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.saved import saved
 from megatron_bp.tools.convert.te import stored
 from megatron_bp.tools.convert.tokens import tokens
 from megatron_bp.tools.convert.weights import Weight, separated
+from megatron_bp.tools.convert.writing import writing
 
 SHARD_BYTES = 5_000_000_000
+SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -55,8 +56,7 @@ def export_folder(
     Raises:
         ConvertError: the checkpoint is of another model, or cannot be told in such a folder.
     """
-    if target.exists() and any(target.iterdir()):
-        raise ConvertError(f"{target} is not empty; give another folder, or empty it")
+    _refuse(target)
     folder = Folder(like)
     values = of_transformers(folder.config)
     model = HuggingFace(values)
@@ -74,16 +74,31 @@ def export_folder(
             for name, of in pieces(build(found.args, "meta")).items()
         }
     rows = table_rows(found.was, model, reader.size(parts[TABLES[0]][0].key)[0])
-    target.mkdir(parents=True, exist_ok=True)
-    dtype = _write_weights(model, reader, parts, rows, target, shard_bytes, quiet)
     mask = getattr(found.was, "mask_token_id", None)
-    note = _write_texts(texts, target, mask)
+    files = text_files(folder, texts)
+    settings, note = _with_mask(texts, mask)
     words = contract(found.was)
-    (target / "README.md").write_text(card(model, words, mask), encoding="utf-8")
-    config = _config(values, model, rows, dtype, words, mask)
-    text = json.dumps(config, indent=2) + "\n"
-    (target / "config.json").write_text(text, encoding="utf-8")  # last: now it is whole
+    target.mkdir(parents=True, exist_ok=True)
+    with writing(target, f"{target} holds an unfinished export; delete what is in it"):
+        dtype = _write_weights(model, reader, parts, rows, target, shard_bytes, quiet)
+        for name, file in files.items():
+            shutil.copyfile(file, target / name)
+        if settings is not None:
+            _write_json(settings, target / SETTINGS)
+        (target / "README.md").write_text(card(model, words, mask), encoding="utf-8")
+        # Last: now it is whole.
+        _write_json(_config(values, model, rows, dtype, words, mask), target / "config.json")
     return note
+
+
+def _refuse(target: Path) -> None:
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not (target / "config.json").exists() and any(target.glob("model*.safetensors")):
+        raise ConvertError(
+            f"{target} holds an unfinished export; delete what is in it, or give another folder"
+        )
+    raise ConvertError(f"{target} is not empty; give another folder, or empty it")
 
 
 def table_rows(was: Namespace, model: HuggingFace, there: int) -> int:
@@ -118,13 +133,20 @@ def _write_weights(
                     tensors[name] = tensor.contiguous().clone()
                 bar.update()
             name = SINGLE if len(shards) == 1 else _shard_name(number, len(shards))
-            save_file(tensors, target / name, metadata={"format": "pt"})
+            _save(tensors, target / name)
             where |= dict.fromkeys(tensors, name)
             total += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_json(index, target / INDEX)
     return reader.dtype(parts[TABLES[0]][0].key)
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)  # safetensors makes files that their owner alone may read
 
 
 def _shard_name(number: int, count: int) -> str:
@@ -156,28 +178,34 @@ def _shards(
     yield shard
 
 
-def _write_texts(folder: Folder, target: Path, mask: int | None) -> str | None:
-    """Copy what describes text; name the mask token to the tokenizer, or tell why not."""
-    for name in TEXT_FILES:
-        if (folder.path / name).exists():
-            shutil.copyfile(folder.inside(name), target / name)
+def text_files(like: Folder, tokenizer: Folder) -> dict[str, Path]:
+    """Name -> file of what describes text; how to generate is told by the model's own folder."""
+    names = [name for name in tokenizer.among(TEXT_FILES) if name != GENERATION]
+    files = {name: tokenizer.inside(name) for name in names}
+    return files | {name: like.inside(name) for name in like.among((GENERATION,))}
+
+
+def _with_mask(folder: Folder, mask: int | None) -> tuple[dict[str, Any] | None, str | None]:
+    """The tokenizer's settings that name the mask token to it, or a note why there are none."""
     if mask is None:
-        return None
-    settings, ids = target / "tokenizer_config.json", tokens(folder)
-    if ids is None or not settings.exists():
-        return (
+        return None, None
+    ids = tokens(folder)
+    if ids is None or not folder.among((SETTINGS,)):
+        return None, (
             f"{folder.path} has no tokenizer.json with a tokenizer_config.json, so that the mask "
-            f"token, id {mask}, stands in {target / 'config.json'} alone"
+            f"token, id {mask}, stands in the exported config.json alone"
         )
     if mask not in ids:
         raise ConvertError(
             f"the tokenizer of {folder.path} has no id {mask}, the mask token's; give the run's "
             f"tokenizer with --tokenizer"
         )
-    values = json.loads(settings.read_text(encoding="utf-8")) | {"mask_token": ids[mask]}
+    return folder.json(SETTINGS) | {"mask_token": ids[mask]}, None
+
+
+def _write_json(values: dict[str, Any], file: Path) -> None:
     text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    settings.write_text(text, encoding="utf-8")
-    return None
+    file.write_text(text, encoding="utf-8")
 
 
 def _config(

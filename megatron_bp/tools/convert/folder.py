@@ -4,6 +4,7 @@ The folder may be anybody's. Nothing in it is executed: no pickle, no code of th
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,20 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old folders hold
+# What of a folder describes its text: copied as it is, nothing of it executed.
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 class Folder:
@@ -73,6 +88,10 @@ class Folder:
                 f"copy the folder with its links resolved (cp -rL)"
             )
         return file
+
+    def among(self, names: tuple[str, ...]) -> list[str]:
+        """Those of the names that the folder has, if only as a link to nothing."""
+        return [name for name in names if os.path.lexists(self.path / name)]
 
 
 def places(folder: Path) -> set[Path]:
@@ -173,5 +192,9 @@ class WeightFolder(Folder):
     def tensor(self, name: str) -> Tensor:
         """Read it; the file is closed again, so that what was read of it does not stay mapped."""
         with self._open(self._where[name]) as opened:
-            found: Tensor = opened.get_tensor(name)
+            try:
+                found: Tensor = opened.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                file = self.path / self._where[name]
+                raise ConvertError(f"{file}: {name} cannot be read: {error}") from error
         return found

@@ -1,18 +1,18 @@
 """A Hugging Face folder to a checkpoint that a run starts from, a weight at a time."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megatron_bp.tools.convert.checkpoint import LazyStrategy, with_dtypes
 from megatron_bp.tools.convert.families import HuggingFace
-from megatron_bp.tools.convert.folder import Folder, WeightFolder
+from megatron_bp.tools.convert.folder import TEXT_FILES, Folder, WeightFolder
+from megatron_bp.tools.convert.matching import read, same_names, same_shapes, same_tables
 from megatron_bp.tools.convert.model import (
     Piece,
     build,
@@ -26,23 +26,11 @@ from megatron_bp.tools.convert.refused import ConvertError
 from megatron_bp.tools.convert.te import with_both
 from megatron_bp.tools.convert.tokens import tokens
 from megatron_bp.tools.convert.weights import Weight, joined
+from megatron_bp.tools.convert.writing import writing
 
 TRACKER, RELEASE, KEPT = "latest_checkpointed_iteration.txt", "release", "hugging_face"
 MODEL_FILE = "model.yaml"
-# What of a folder describes its text: copied as it is, nothing of it executed.
-TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+OURS = (RELEASE, MODEL_FILE, KEPT)  # and the tracker, last
 
 
 def import_folder(source: Path, target: Path, quiet: bool = False) -> HuggingFace:
@@ -54,34 +42,65 @@ def import_folder(source: Path, target: Path, quiet: bool = False) -> HuggingFac
     Raises:
         ConvertError: a folder that cannot be read, or is not of its config.json's model.
     """
-    if (target / TRACKER).exists() or (target / RELEASE).exists():
-        raise ConvertError(
-            f"{target} holds a checkpoint already; give another folder, or delete it"
-        )
+    _refuse(target)
     folder = WeightFolder(source)
     model = HuggingFace(folder.config)
     same_names(folder, model)
+    texts = {name: folder.inside(name) for name in ("config.json", *folder.among(TEXT_FILES))}
     args = megatron_arguments(model, int(model.config.vocab_size), true_ids(folder, model))
-    place = target / RELEASE
-    place.mkdir(parents=True)
     with one_process():
-        _write(folder, model, args, place, quiet)
-    del args
-    _describe(folder, model, target)
-    (target / TRACKER).write_text(RELEASE, encoding="utf-8")  # last: now it is whole
+        state = _state(folder, model, args)
+        same_tables(folder, model)
+        place = target / RELEASE
+        place.mkdir(parents=True)
+        with writing(target, f"{target} {_unfinished(OURS)}"):
+            _write(folder, model, args, state, place, quiet)
+            _describe(texts, model, target)
+            (target / TRACKER).write_text(RELEASE, encoding="utf-8")  # last: now it is whole
     return model
 
 
-def _write(folder: WeightFolder, model: HuggingFace, args: Any, place: Path, quiet: bool) -> None:
-    from megatron.core import dist_checkpointing
+def _refuse(target: Path) -> None:
+    """Refuse a folder in which something is that would be overwritten."""
+    if (target / TRACKER).exists():
+        raise ConvertError(
+            f"{target} holds a checkpoint already; give another folder, or delete it"
+        )
+    held = [name for name in OURS if (target / name).exists()]
+    if RELEASE in held:
+        raise ConvertError(f"{target} {_unfinished(held)}, or give another folder")
+    if held:
+        raise ConvertError(
+            f"{target} has {' and '.join(held)} already, which import writes; give another folder"
+        )
 
+
+def _unfinished(names: Iterable[str]) -> str:
+    return f"holds an unfinished import; delete {', '.join(names)} in it"
+
+
+def _state(folder: WeightFolder, model: HuggingFace, args: Any) -> dict[str, Any]:
+    """Where each weight goes, and in which type; refused if a tensor does not fit there."""
     meta = build(args, "meta")
-    by_name = {weight.name: weight for weight in model.weights}
-    _same_shapes(folder, model, weight_shapes(meta), by_name)
+    same_shapes(folder, model, weight_shapes(meta))
     state = sharded(meta)
     if model.config.tie_word_embeddings:  # there it is the embedding once more
         state.pop("output_layer.weight", None)
-    state = with_both(with_dtypes(state, lambda name: folder.dtype(by_name[name].sources[0])))
+    first = {weight.name: weight.sources[0] for weight in model.weights}
+    return with_both(with_dtypes(state, lambda name: folder.dtype(first[name])))
+
+
+def _write(
+    folder: WeightFolder,
+    model: HuggingFace,
+    args: Any,
+    state: dict[str, Any],
+    place: Path,
+    quiet: bool,
+) -> None:
+    from megatron.core import dist_checkpointing
+
+    by_name = {weight.name: weight for weight in model.weights}
     args.iteration, args.objective = 0, "ar"  # a run from it is a conversion, and is checked
     saved: dict[str, Any] = {
         "args": args,
@@ -105,7 +124,7 @@ def _parts(
         if name not in held:
             held.clear()
             weight = by_name[name]
-            tensors = [folder.tensor(source) for source in weight.sources]
+            tensors = [read(folder, source) for source in weight.sources]
             held[name] = joined(weight.kind, tensors, model.heads)
             told()
         where = tuple(
@@ -115,49 +134,6 @@ def _parts(
         return held[name][where].contiguous()
 
     return part
-
-
-def same_names(folder: WeightFolder, model: HuggingFace) -> None:
-    """Refuse a folder that lacks a weight of its config.json's model, or has another."""
-    wanted = {source for weight in model.weights for source in weight.sources}
-    if model.config.tie_word_embeddings:  # some folders hold the same table twice
-        wanted |= {model.family.head} & folder.names
-    missing, beyond = sorted(wanted - folder.names), sorted(folder.names - wanted)
-    if missing or beyond:
-        what = f"lacks {missing[0]}" if missing else f"has {beyond[0]}, which is not converted"
-        count = len(missing) + len(beyond)
-        raise ConvertError(
-            f"{folder.path}: {what} ({count} of its names are not those of a "
-            f"{model.family.model_type} with {model.config.num_hidden_layers} layers)"
-        )
-
-
-def _same_shapes(
-    folder: WeightFolder,
-    model: HuggingFace,
-    shapes: dict[str, tuple[int, ...]],
-    by_name: dict[str, Weight],
-) -> None:
-    """Compare headers with Megatron's model, before anything is read."""
-    if set(shapes) != set(by_name):
-        other = sorted(set(shapes) ^ set(by_name))
-        raise ConvertError(f"Megatron's model differs in {', '.join(other[:4])} from the family's")
-    for name, weight in by_name.items():
-        parts = [
-            torch.empty(folder.shape(source), device="meta", dtype=folder.dtype(source))
-            for source in weight.sources
-        ]
-        types = {part.dtype for part in parts}
-        try:
-            shape = tuple(joined(weight.kind, parts, model.heads).shape)
-        except RuntimeError as error:
-            raise ConvertError(f"{', '.join(weight.sources)}: do not fit: {error}") from error
-        if shape != shapes[name] or len(types) > 1:
-            raise ConvertError(
-                f"{', '.join(weight.sources)}: {[list(p.shape) for p in parts]} in "
-                f"{', '.join(map(str, types))}; config.json makes it {list(shapes[name])}, in one "
-                f"type"
-            )
 
 
 def true_ids(folder: Folder, model: HuggingFace) -> int:
@@ -175,7 +151,7 @@ def true_ids(folder: Folder, model: HuggingFace) -> int:
     return count
 
 
-def _describe(folder: Folder, model: HuggingFace, target: Path) -> None:
+def _describe(texts: dict[str, Path], model: HuggingFace, target: Path) -> None:
     head = (
         f"# The model of a {model.family.model_type} folder, for a run's config to `include:`.\n"
         f"# Written by megatron_bp.tools.convert import.\n\n"
@@ -185,6 +161,5 @@ def _describe(folder: Folder, model: HuggingFace, target: Path) -> None:
     (target / MODEL_FILE).write_text(head + text, encoding="utf-8")
     kept = target / KEPT
     kept.mkdir()
-    for name in ("config.json", *TEXT_FILES):
-        if (folder.path / name).exists():
-            shutil.copyfile(folder.inside(name), kept / name)
+    for name, file in texts.items():
+        shutil.copyfile(file, kept / name)

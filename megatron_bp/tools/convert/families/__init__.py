@@ -13,6 +13,7 @@ from megatron_bp.tools.convert.families import (
 )
 from megatron_bp.tools.convert.families.common import Family, heads_of, model_flags, weights
 from megatron_bp.tools.convert.refused import ConvertError
+from megatron_bp.tools.convert.rules import check_experts, check_numbers
 from megatron_bp.tools.convert.weights import Heads, Weight
 
 __all__ = ["Family", "HuggingFace"]
@@ -27,21 +28,6 @@ REFUSED = {
     "diffusion_gemma": "the DiffusionGemma architecture",
     "llada": "the LLaDA architecture",
     "llada2": "the LLaDA2 architecture",
-}
-# The most that each may be; a config.json may say anything.
-LIMITS = {
-    "num_hidden_layers": 10_000,
-    "num_experts": 10_000,
-    "num_experts_per_tok": 10_000,
-    "num_attention_heads": 1 << 20,
-    "num_key_value_heads": 1 << 20,
-    "head_dim": 1 << 20,
-    "hidden_size": 1 << 24,
-    "intermediate_size": 1 << 24,
-    "moe_intermediate_size": 1 << 24,
-    "vocab_size": 1 << 30,
-    "max_position_embeddings": 1 << 40,
-    "decoder_sparse_step": 1 << 20,
 }
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
 
@@ -63,12 +49,7 @@ class HuggingFace:
             ConvertError: a model that this project does not convert.
         """
         self.family = family_of(values)
-        for name, most in LIMITS.items():
-            size = values.get(name)
-            if size is not None and not (type(size) is int and 1 <= size <= most):
-                raise ConvertError(
-                    f"config.json: {name} {size}: has to be a whole number of 1 to {most}"
-                )
+        check_numbers(values)
         from transformers import CONFIG_MAPPING
 
         values = of_transformers(values)
@@ -77,6 +58,8 @@ class HuggingFace:
         except Exception as error:  # its checks raise errors of many kinds
             told = " ".join(str(error).split())
             raise ConvertError(f"config.json: transformers cannot read it: {told}") from error
+        if self.family.experts:
+            check_experts(self.config)
         try:
             self.heads: Heads = heads_of(self.config)
             self.flags = model_flags(self.family, self.config)
@@ -119,7 +102,7 @@ def family_of(values: dict[str, Any]) -> Family:
                 f"input are not converted; save its language model alone, as docs/converting.md "
                 f"tells"
             )
-    if values.get("quantization_config"):
+    if values.get("quantization_config") is not None:
         raise ConvertError("config.json has a quantization_config: use the unquantized weights")
     if kind in FAMILIES:
         return FAMILIES[kind]
