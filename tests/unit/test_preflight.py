@@ -21,7 +21,7 @@ from megatron_bp.tools import looks
 from megatron_bp.tools.looks import looked_at
 from megatron_bp.tools.preflight import machine, memory, shared
 from megatron_bp.tools.preflight.board import Board, ToldToEndError
-from megatron_bp.tools.preflight.command import _named, _Rounds, place, preflight, run
+from megatron_bp.tools.preflight.command import _named, preflight
 from megatron_bp.tools.preflight.degrees import Divisor, divisors, refusal
 from megatron_bp.tools.preflight.findings import (
     Finding,
@@ -32,8 +32,10 @@ from megatron_bp.tools.preflight.findings import (
     summary,
     table,
 )
+from megatron_bp.tools.preflight.rounds import Rounds, run
 from megatron_bp.tools.preflight.sample import check_sample, rows_of
 from megatron_bp.tools.preflight.shared import SavedFile, saved_file
+from megatron_bp.tools.preflight.start import place
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 OK = Finding(True, "fine")
@@ -533,6 +535,6 @@ def test_a_preflight_is_named_by_its_config() -> None:
 
 @pytest.mark.parametrize(("ok", "code"), [(True, 0), (None, 2), (False, 2)])
 def test_what_was_not_looked_at_ends_a_preflight_as_a_failure(ok: bool | None, code: int) -> None:
-    rounds = _Rounds(Board(HashStore(), 0, 1, 1))
+    rounds = Rounds(Board(HashStore(), 0, 1, 1))
     rounds.do("start", {"data": lambda: OK, "sample": lambda: Finding(ok, "needs data")})
     assert rounds.end() == code
