@@ -123,6 +123,13 @@ main() {
         fail "$word is of the preflight, and these arguments are the run's too: set PREFLIGHT_TIMEOUT=SECONDS" ;;
     esac
   done
+  # shellcheck disable=SC2086  # split at spaces, as on_nodes splits it
+  for word in ${SRUN_ARGS:-}; do
+    case $word in
+      --output | --output=* | -o* | --error | --error=* | -e*)
+        fail "SRUN_ARGS has $word, and this script reads the nodes' logs: leave it out, and choose a folder with LOGS" ;;
+    esac
+  done
   restart=${SLURM_RESTART_COUNT:-0} most=${MAX_RESTARTS:-100} ended=''
   whole MAX_RESTARTS "$most" 0 "unset it for 100"
   timeout=${PREFLIGHT_TIMEOUT:-60}
@@ -152,7 +159,7 @@ main() {
     show_preflight "preflight$restart" >&2 || tell_first_failure "preflight$restart"
     exit "$code"
   fi
-  if ! grep -hE '^preflight: all [1-9][0-9]* checks passed' "$logs/preflight$restart-"*.log; then
+  if ! grep -hE '^([0-9]+: *)?preflight: all [1-9][0-9]* checks passed' "$logs/preflight$restart-"*.log; then
     say "the preflight ended with code 0, but no log of it says that all checks passed; nothing was trained" >&2
     tell_first_failure "preflight$restart"
     exit 1

@@ -333,10 +333,18 @@ def test_without_arguments_it_says_so(start: Start) -> None:
     assert "job.sh: error: no arguments: give a config file" in job.output.read_text()
 
 
-def alone(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
-    """Code and output of job.sh alone on 2 nodes of 8 GPUs, with an srun that prints and fails."""
+FAILING = 'echo "srun $*"; exit 3'
+# Writes the log that srun --label writes of a preflight and of a run.
+LABELLING = """
+for word; do case $word in --output=*) log=${word#--output=} ;; esac; done
+echo '0: preflight: all 10 checks passed' > "${log%%%N.log}a.log"
+"""
+
+
+def alone(folder: Path, *arguments: str, srun: str = FAILING, **variables: str) -> tuple[int, str]:
+    """Code and output of job.sh alone on 2 nodes of 8 GPUs, with an srun of the test's own."""
     (folder / "pretrain_bdlm.py").touch()
-    for name, text in (("srun", 'echo "srun $*"; exit 3'), ("scontrol", "printf 'a\nb\n'")):
+    for name, text in (("srun", srun), ("scontrol", "printf 'a\nb\n'")):
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     told = {"JOB_ID": "7", "JOB_NODELIST": "[a-b]", "JOB_NUM_NODES": "2", "NTASKS": "16"}
@@ -351,6 +359,19 @@ def alone(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
         text=True,
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def test_a_verdict_with_the_label_of_its_task(tmp_path: Path) -> None:
+    code, told = alone(tmp_path, "run.yaml", srun=LABELLING, SRUN_ARGS="--label")
+    assert code == 0, told
+    assert told.endswith("job.sh: done\n")
+
+
+@pytest.mark.parametrize("word", ["--output=a", "--output a", "-oa", "--error=b", "-e b"])
+def test_logs_of_srun_are_the_scripts_own(tmp_path: Path, word: str) -> None:
+    code, told = alone(tmp_path, "run.yaml", SRUN_ARGS=f"--export=A {word}")
+    assert code == 2, told
+    assert told.startswith(f"job.sh: error: SRUN_ARGS has {word.split()[0]}, and this script reads")
 
 
 COUNTED = [

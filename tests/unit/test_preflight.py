@@ -479,7 +479,7 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "
 
 def test_a_rank_knows_its_place() -> None:
     assert place(TORCHRUN, False) == (2, 4)
-    assert place({}, False) == (0, 1)
+    assert place({}, False) == place({"MASTER_PORT": "tcp://10.0.0.1:22"}, False) == (0, 1)
     assert place({"RANK": "1", "WORLD_SIZE": "2"}, True) == (1, 2)
 
 

@@ -3,6 +3,7 @@
 Config, tokenizer and chat template are those of a folder that the model came from.
 """
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -146,7 +147,8 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(mode)  # safetensors makes files that their owner alone may read
+    with contextlib.suppress(OSError):  # some disks have no modes
+        file.chmod(mode)  # safetensors makes files that their owner alone may read
 
 
 def _shard_name(number: int, count: int) -> str:

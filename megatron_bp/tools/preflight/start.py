@@ -37,6 +37,8 @@ def place(variables: Mapping[str, str], joined: bool) -> tuple[int, int]:
     """
     out = "start the ranks with torchrun, which sets it"
     numbers = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 0}
+    if variables.get("WORLD_SIZE", "1") == "1":
+        del numbers["MASTER_PORT"]  # there is nobody to meet
     for name in numbers:
         try:
             numbers[name] = int(variables.get(name, numbers[name]))
