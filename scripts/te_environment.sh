@@ -87,9 +87,12 @@ step "installing torch $torch and build tools, a minute or two" pip install --pr
 # `nvidia` is a folder without a file of its own: it has a path alone.
 libraries=$("$python" -I -c 'import nvidia; print(list(nvidia.__path__)[0])')
 # NVTE_PYTORCH_FORCE_BUILD: otherwise its setup first tries to fetch a wheel from where no package index is.
+# NVTE_NO_LOCAL_VERSION: otherwise the commit of the git tree around it, this project's, gets into its version, and
+# no core of that version is found.
 # CPLUS_INCLUDE_PATH: nv/target, which the headers of bf16 and FP8 include.
 in_environment() {
   env PATH="$folder/bin:$PATH" MAX_JOBS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
+    NVTE_NO_LOCAL_VERSION=1 \
     CPLUS_INCLUDE_PATH="$libraries/cu13/include/cccl${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}" "$@"
 }
 source_of() {
